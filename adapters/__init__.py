@@ -1,8 +1,8 @@
-"""Which module of a Hugging Face model plays which part: declarations, and the hook points they make."""
+"""Declarations of the modules of a Hugging Face model, and the hook points made from them."""
 
 from typing import TYPE_CHECKING
 
-from adapters.imports import lazily  # first: it says which versions work
+from adapters.imports import lazily  # first: it checks the versions
 
 # isort: split
 
@@ -21,10 +21,30 @@ if TYPE_CHECKING:
     from adapters.proofs.proofs import verify
 
 __all__ = [
-    "MLP", "Architecture", "Attention", "Block", "Declaration", "DeclarationError", "Embedding", "Head", "Mixer",
-    "MoE", "ModelMap", "Norm", "Projection", "Readout", "Report", "Stack", "Step", "UnsupportedModelError", "Weights",
-    "map_model", "register", "supported", "verify",
-]  # fmt: skip
+    "MLP",
+    "Architecture",
+    "Attention",
+    "Block",
+    "Declaration",
+    "DeclarationError",
+    "Embedding",
+    "Head",
+    "Mixer",
+    "MoE",
+    "ModelMap",
+    "Norm",
+    "Projection",
+    "Readout",
+    "Report",
+    "Stack",
+    "Step",
+    "UnsupportedModelError",
+    "Weights",
+    "map_model",
+    "register",
+    "supported",
+    "verify",
+]
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -1,10 +1,13 @@
-"""The attention part: queries, keys, values, scores, pattern, z, and what is derived from them."""
+"""The attention part: queries, keys, values, scores, pattern, `z`, and the activations between
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, cast
+from functools import cached_property
+from typing import Literal, TypeVar, Unpack, cast
 
 import torch
 from einops import reduce
@@ -15,7 +18,7 @@ from torch._subclasses import FakeTensor
 from adapters.imports import is_compiling
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
-from adapters.points import LinkedPoint, PointList, Site, SiteKind, join, module_path
+from adapters.points import LinkedPoint, MoreOfPoint, PointList, PointNames, Site, join, module_path
 from adapters.views import (
     Affine,
     Biased,
@@ -30,21 +33,24 @@ from adapters.views import (
     View,
     columns,
 )
+from adapters.views.values import is_readable
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PerHeadInput(Derived):
-    """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch, pos, head, d_model]``.
+class _PerHeadInput(Derived):
+    """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch,
+    pos, head, d_model]``.
 
-    It stands on the output of the projection; an edit is normalised and projected by the model's own modules. Without
-    sources there is no norm. A second source is what the model adds after the norm (see `Attention.qk_shift`).
+    Its site is the projection's output: an edited input is normalised and projected by the model's
+    own modules. Without sources there is no norm. A second source is a term that the model adds
+    after the norm (see `Attention.qk_shift`).
 
     Attributes:
-        n_heads: how many.
-        part: how the projection's output shows them; None: of all three together (`hook_attn_in`), where nothing is
-            written: linked points do that.
+        n_heads: the number of heads.
+        part: the view of heads in the projection's output. None: the input of all three together
+            (`hook_attn_in`); its edits are written through the three linked points.
     """
 
     n_heads: int
@@ -57,32 +63,42 @@ class PerHeadInput(Derived):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.part is None:
             return x
-        # `forward`, not a call: the hook points that stand on the norm see the model's own computation only.
-        # Head by head in memory, as they are projected: neither that nor its gradient copies them.
-        normed = call.sources[0][0].forward(new.movedim(-2, 0)).movedim(0, -2) if call.sources else new
+        # `forward`, not a call: hook points on the norm then see only the model's own computation.
+        # The memory layout is head by head, as the projection reads it, so that neither it nor its
+        # gradient makes copies.
+        normed = new
+        if call.sources:
+            norm, _ = call.sources[0]
+            normed = norm.forward(new.movedim(-2, 0)).movedim(0, -2)
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)
-        projected = self.part.put(x, project_per_head(call.module, self.part, normed, call), call)
+        results = project_per_head(call.module, self.part, normed, call)
+        projected = self.part.put(x, results, call)
         if is_compiling() or isinstance(x, FakeTensor):
             return projected
-        # Positions that nobody changed keep what the model made, of an edited norm too; gradients come through `new`.
-        changed = None if new.requires_grad else (new != self.get(x, call)).flatten(2).any(-1)
+        # Unchanged positions keep the model's own values, including those of an edited norm;
+        # gradients flow through `new`.
+        changed = None
+        if not new.requires_grad:
+            changed = (new != self.get(x, call)).flatten(2).any(-1)
         if call.sources:
             self._refuse_edited_norm(call, changed)
-        rows = changed is not None and x.shape[:2] == changed.shape
-        return torch.where(changed.unsqueeze(-1), projected, x) if rows and changed is not None else projected
+        if changed is None or x.shape[:2] != changed.shape:
+            return projected
+        return torch.where(changed.unsqueeze(-1), projected, x)
 
     @staticmethod
     @torch.no_grad()
     def _refuse_edited_norm(call: Call, changed: Tensor | None) -> None:
-        """Refuses to norm inputs of heads anew where a hook changed the norm that they share: its edit would be lost.
+        """Raise an error if inputs of heads would be normed again although a hook edited the shared
+        norm: its edit would be lost.
 
         Args:
             call: of the projection.
-            changed: the positions that are normed anew, ``[batch, pos]``; None: all of them.
+            changed: the positions that are normalised again, ``[batch, pos]``; None: all of them.
 
         Raises:
-            RuntimeError: it did.
+            RuntimeError: a hook edited it.
         """
         norm, entered = call.sources[0]
         read = norm.forward(entered)
@@ -90,48 +106,86 @@ class PerHeadInput(Derived):
             read = read + shift
         if read.shape != call.input.shape or torch.equal(read, call.input):
             return
-        # What is written back as it was read differs by rounding: by a few last digits of a position's vector.
-        apart, length = (read - call.input).norm(dim=-1), read.norm(dim=-1)
-        same = (apart <= 4 * torch.finfo(read.dtype).eps * length) | ~length.isfinite()  # no number equals itself there
-        if not (same if changed is None or changed.shape != same.shape else same | ~changed).all():
+        # Reading and writing back differs by rounding: by the last digits of a position's vector.
+        length = read.norm(dim=-1)
+        rounding = 4 * torch.finfo(read.dtype).eps * length
+        same = (read - call.input).norm(dim=-1) <= rounding
+        same |= ~length.isfinite()  # NaN compares unequal to itself
+        if changed is not None and changed.shape == same.shape:
+            same |= ~changed
+        if not same.all():
             raise RuntimeError(
-                "in one run a hook changes the norm before attention (its hook_scale, hook_normalized or hook_out), "
-                "and another gives heads inputs of their own (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), "
-                "which are normed again without that change: use two runs, or change one of them"
+                "in one run a hook changes the norm before attention (its hook_scale,"
+                " hook_normalized or hook_out), and another gives heads inputs of their own"
+                " (hook_attn_in, hook_q_input, hook_k_input, hook_v_input), which are normed again"
+                " without that change: use two runs, or change one of them"
             )
 
 
 @dataclass(frozen=True)
-class HeadResults(Derived):
-    """`hook_result`: what each head adds to the residual stream, ``[batch, pos, head, d_model]``."""
+class _HeadResults(Derived):
+    """The view of `hook_result`: each head's contribution to the residual stream, ``[batch, pos,
+    head, d_model]``.
+    """
 
     n_heads: int
-    #: What the output projection's result is multiplied with before it is added.
+    #: The factor of the output projection's result before it is added.
     factor: float = 1.0
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        results = head_results(call.module, call.input.unflatten(-1, (self.n_heads, -1)), call.told)
+        z = call.input.unflatten(-1, (self.n_heads, -1))
+        results = head_results(call.module, z, call.told)
         return results if self.factor == 1 else results * self.factor
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        total = new.sum(-2) if self.factor == 1 else new.sum(-2) / self.factor
-        return (total + bias_of(call.module, call.input, call.told)).to(x.dtype)
+        total = new.sum(-2)
+        if self.factor != 1:
+            total = total / self.factor
+        self.refuse_other_hooks(x, call)
+        bias = bias_of(call.module, call.input, call.told)
+        return (total + bias).to(x.dtype)
+
+    def refuse_other_hooks(self, x: Tensor, call: Call) -> None:
+        """Reject an edit where a torch hook on the output projection changes its output, which
+        would be lost.
+
+        Raises:
+            RuntimeError: one does.
+        """
+        if not call.module._forward_hooks or not is_readable(x):
+            return
+        with torch.no_grad():
+            own = call.module.forward(call.input, **call.told)
+        off = (own.reshape(x.shape) - x).abs().max()
+        if off > 1e3 * torch.finfo(x.dtype).eps * x.abs().max():
+            raise RuntimeError(
+                "an edit of hook_result writes the output of the output projection anew, and a"
+                f" torch hook on this {type(call.module).__name__} changes it: remove that hook, or"
+                " edit attn.hook_z"
+            )
+
+
+def heads_in_columns(view: View | None) -> int | None:
+    """Return how many heads a view sees in all columns of a layer's output; None of another."""
+    return view.n_heads if isinstance(view, Heads) else None
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Where queries (keys, values), the neurons of an MLP, or a gate are made.
+    """The layer that makes queries (keys, values), the neurons of an MLP, or a gate.
 
     Attributes:
         path: the module, relative to the part's.
-        view: how its output shows the heads (the neurons); None: all of it, ``(head d_head)``.
-        norm: a norm of what it makes, relative to the part's module; hook points come before it.
-        bias: a parameter that is added behind it, relative to the part's module: hook points show the sum (DeBERTa).
-        width: how wide a head's queries (keys, values), or how many neurons, it makes, where that is not `d_head`
-            (`d_mlp`) of `ModelConfig`.
-        latent: the norm whose output is the latent that they are made from, relative to the part's module; of the kind
-            `OPAQUE_NORM` where another module puts it out, with the path "" where none does. Keys are then what is made
-            from the latent; a part that all heads share is in `hook_rot_k` only.
+        view: the view of heads (or neurons) in its output; None: all of it, ``(head d_head)``.
+        norm: a norm of its output, relative to the part's module; hook points come before it.
+        bias: a parameter that is added to its output, relative to the part's module: hook points
+            show the sum (DeBERTa).
+        width: the width of a head's queries (keys, values), or the number of neurons, where that is
+            not `d_head` (`d_mlp`) of `ModelConfig`.
+        latent: the norm that outputs the latent that it reads, relative to the part's module. Its
+            kind is `OPAQUE_NORM` if a module that is not a norm outputs the latent; its path is ""
+            if no module does. `hook_k` then has only the columns made from the latent; columns that
+            all heads share are in `hook_rot_k` only.
     """
 
     path: str
@@ -142,26 +196,32 @@ class Projection:
     latent: Norm | None = None
 
 
-#: Of an attention in a `Mixer`: no one module makes them, or it is not known which; they are seen where they meet.
+#: Of an attention in a `Mixer`: no single module makes them, or it is unknown which; they are seen
+#: where they are used.
 UNKNOWN = Projection("")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What an attention computes, step by step: scores, pattern, result. Hook points stand between the steps.
-#
-# Nobody else holds what a step makes, so without a graph the next one writes over it: new memory takes longer than
-# these operations.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The computation of an attention, step by step: scores, pattern, result. Hook points stand between
+# the steps. Without a graph nothing else holds a step's output, so the next step overwrites it:
+# allocating memory takes longer than these operations.
+# --------------------------------------------------------------------------------------------------
 
 
 def writes_over() -> bool:
-    """Whether a result may be written over what it was made from: no graph needs that."""
-    return not (torch.is_grad_enabled() or is_compiling())
+    """Tell whether a result may overwrite its input: neither autograd nor `vmap` needs it."""
+    in_transform: bool = torch._C._are_functorch_transforms_active()
+    return not (torch.is_grad_enabled() or in_transform or is_compiling())
 
 
-def per_head(x: Float[Tensor, "batch kv_head *any"], n_heads: int) -> Float[Tensor, "batch head *any"]:
-    """Keys or values, once for each query head that they serve."""
-    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
+def per_head(
+    x: Float[Tensor, "batch kv_head *any"], n_heads: int
+) -> Float[Tensor, "batch head *any"]:
+    """Repeat keys or values for each query head that they serve."""
+    groups = x.shape[1]
+    if groups == n_heads:
+        return x
+    return x.repeat_interleave(n_heads // groups, dim=1)
 
 
 def scores_of(
@@ -172,47 +232,56 @@ def scores_of(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Float[Tensor, "batch head pos scored_pos"]:
-    """What enters the softmax: a column for each key, and one for the sinks behind them.
+    """Compute the input of the softmax: a column for each key, and one for the sinks after them.
 
     Args:
-        query, key: behind their norms and rotation.
-        scale: what their product is multiplied with.
+        query, key: after their norms and rotation.
+        scale: the factor of their product.
         cap: the bound of a soft cap.
-        mask: true where attention is allowed, elsewhere scores are a large negative number; or what is added to them.
-        sinks: one number for each head, which become the last column.
+        mask: true where attention is allowed, elsewhere scores are a large negative number; or a
+            term added to the scores.
+        sinks: one number for each head, added as the last column.
     """
-    scores, here = query @ per_head(key, query.shape[1]).transpose(-1, -2), writes_over()
-    scores = scores.mul_(scale) if here else scores * scale
-    if cap:
-        scores = scores.div_(cap).tanh_().mul_(cap) if here else capped(scores, cap)
+    keys = per_head(key, query.shape[1])
+    scores = query @ keys.transpose(-1, -2)
+    in_place = writes_over()
+    scores = scores.mul_(scale) if in_place else scores * scale
+    if cap and in_place:
+        scores.div_(cap).tanh_().mul_(cap)
+    elif cap:
+        scores = capped(scores, cap)
     if mask is not None and mask.dtype == torch.bool:
-        filler = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill_(~mask, filler) if here else scores.masked_fill(~mask, filler)
+        fill = scores.masked_fill_ if in_place else scores.masked_fill
+        scores = fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
-        scores = scores.add_(mask) if here and mask.dtype == scores.dtype else scores + mask
+        in_place = in_place and mask.dtype == scores.dtype
+        scores = scores.add_(mask) if in_place else scores + mask
     return scores if sinks is None else with_sinks(scores, sinks)
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """Numbers within a soft cap."""
+    """Apply a soft cap."""
     return cap * torch.tanh(x / cap)
 
 
 def with_sinks(scores: Tensor, sinks: Float[Tensor, " head"]) -> Tensor:
-    """Scores with a last column that belongs to no key."""
-    return torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    """Append a last column to scores that belongs to no key."""
+    by_head = sinks.to(scores.dtype).view(1, -1, 1, 1)
+    column = by_head.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1)
 
 
-#: How many numbers of a softmax are in memory in float32, where they are written over scores of another precision.
+#: The largest number of softmax entries held in float32 at once, where they overwrite scores of
+#: another precision.
 _AT_ONCE = 2**20
 
 
 def pattern_of(scores: Tensor, over: bool = False) -> Tensor:
-    """The softmax of scores, in float32 at least.
+    """Compute the softmax of scores, in float32 at least.
 
     Args:
-        scores: as `scores_of` makes them.
-        over: nobody needs them any more, so that the pattern may be written over them.
+        scores: the output of `scores_of`.
+        over: the scores are no longer needed, so that the pattern may overwrite them.
     """
     wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
     if not (over and writes_over()):
@@ -220,19 +289,21 @@ def pattern_of(scores: Tensor, over: bool = False) -> Tensor:
     if scores.is_cpu and scores.dtype == wide:
         return torch.softmax(scores, -1, out=scores)  # on the CPU, row by row
     rows = max(1, _AT_ONCE * scores.shape[-2] // max(1, scores.numel()))
-    for piece in scores.split(rows, -2):  # some queries after the other: the wide ones take more room than the scores
-        piece.copy_(piece.softmax(-1, dtype=wide))
+    # In chunks of queries: float32 copies take more memory than the scores.
+    for chunk in scores.split(rows, -2):
+        chunk.copy_(chunk.softmax(-1, dtype=wide))
     return scores
 
 
 def result_of(
-    pattern: Float[Tensor, "batch head pos key_pos"], value: Float[Tensor, "batch kv_head key_pos d"]
+    pattern: Float[Tensor, "batch head pos key_pos"],
+    value: Float[Tensor, "batch kv_head key_pos d"],
 ) -> Float[Tensor, "batch head pos d"]:
-    """``pattern @ v``."""
+    """Compute ``pattern @ v``."""
     return pattern.to(value.dtype) @ per_head(value, pattern.shape[1])
 
 
-#: What a gate's projection goes through, by name.
+#: The function of a gate's projection, by name.
 GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "silu": torch.nn.functional.silu,
@@ -243,24 +314,25 @@ GATE_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Gate:
-    """``pattern @ v`` is multiplied with a function of what a projection makes.
+    """A gate: ``pattern @ v`` is multiplied by a function of a projection's output.
 
     Attributes:
-        projection: with one column for each of a head's, or one for each head.
+        projection: the projection, with one column for each column of a head, or one for each head.
         function: the name of that function, of `GATE_FUNCTIONS`.
     """
 
     projection: Projection
     function: str
 
-    def of(self, x: Tensor, made: Tensor) -> Tensor:
-        """What it makes of a tensor, by what its projection made."""
-        return x * GATE_FUNCTIONS[self.function](made.to(x.dtype))
+    def of(self, x: Tensor, projected: Tensor) -> Tensor:
+        """Apply the gate to a tensor, given the output of its projection."""
+        return x * GATE_FUNCTIONS[self.function](projected.to(x.dtype))
 
 
 @dataclass(frozen=True)
 class SinkGate:
-    """``pattern @ v`` is multiplied with the sigmoid of the scores' log-sum-exp less a parameter of each head.
+    """A gate by attention sinks: ``pattern @ v`` is multiplied by the sigmoid of the scores'
+    log-sum-exp minus a parameter of each head.
 
     Attributes:
         parameter: its name in the attention module.
@@ -269,16 +341,20 @@ class SinkGate:
     parameter: str
 
     def of(
-        self, x: Float[Tensor, "batch pos head d"], scores: Float[Tensor, "batch head pos key_pos"], sinks: Tensor
+        self,
+        x: Float[Tensor, "batch pos head d"],
+        scores: Float[Tensor, "batch head pos key_pos"],
+        sinks: Tensor,
     ) -> Float[Tensor, "batch pos head d"]:
-        """What it makes of ``pattern @ v``, by the scores and the parameter."""
+        """Apply the gate to ``pattern @ v``, given the scores and the parameter."""
         total = scores.to(x.dtype).logsumexp(-1).transpose(1, 2)[..., None]
         return x * (total - sinks.to(x.dtype)[:, None]).sigmoid()
 
 
 @dataclass(frozen=True)
 class AddedOutput:
-    """The output of a module that reads the values too is added to ``pattern @ v`` (Nystroemformer's convolution).
+    """A module that also reads the values and whose output is added to ``pattern @ v``
+    (Nystroemformer's convolution).
 
     Attributes:
         path: the module, relative to the attention module; it returns ``batch head pos d_head``.
@@ -287,55 +363,61 @@ class AddedOutput:
     path: str
 
     def of(
-        self, x: Float[Tensor, "batch pos head d"], made: Float[Tensor, "batch head pos d"]
+        self, x: Float[Tensor, "batch pos head d"], output: Float[Tensor, "batch head pos d"]
     ) -> Float[Tensor, "batch pos head d"]:
-        """``pattern @ v`` with what its module made."""
-        return x + made.transpose(1, 2).to(x.dtype)
+        """Add the output of the module to ``pattern @ v``."""
+        return x + output.transpose(1, 2).to(x.dtype)
 
 
-#: What may stand between ``pattern @ v`` and `hook_z`, which is what enters the output projection.
+#: The possible transforms between ``pattern @ v`` and `hook_z`, the input of the output projection.
 ZTransform = Gate | SinkGate | AddedOutput | Norm | Affine
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module: what makes queries, keys and values, what stands between the pattern and `z`, what follows.
+    """An attention module: its projections, the computation of the pattern, and the transforms up
+    to `z`.
 
     Attributes:
         path: the attention module, relative to the block.
-        q, k, v: the projections, relative to the attention module; `UNKNOWN`: only queries and keys are shown, where
-            they meet.
-        o: the output projection, relative to the attention module; "": what reads ``pattern @ v`` is not known, and
-            there is no `hook_z`.
-        rotary: queries and keys are rotated, ``last``, behind their norms, or ``first``, before them. None: they are
-            not.
-        scores: how the scores are seen: `SinkScores` where their last column is an attention sink, `HeadsOfBatch`
-            within `Composed` where they are ``[(batch head), query, key]``. None: scores and pattern cannot be seen: it
-            calls no softmax, no `scaled_dot_product_attention` and no `AttentionInterface` of transformers (linear
+        q, k, v: the projections, relative to the attention module; `UNKNOWN`: hook points show only
+            the queries and keys that are multiplied.
+        o: the output projection, relative to the attention module; "": the reader of ``pattern @
+            v`` is unknown, and there is no `hook_z`.
+        rotary: when queries and keys are rotated: ``last``, after their norms, or ``first``, before
+            them. None: they are not rotated.
+        scores: the view of the scores: `SinkScores` where their last column is an attention sink,
+            `HeadsOfBatch` within `Composed` where they are ``[(batch head), query, key]``. None:
+            scores and pattern are not available: the module calls no softmax, no
+            `scaled_dot_product_attention` and no `AttentionInterface` of transformers (linear
             attention, or flash attention of a family's own).
-        norms_over: what the norms of queries and keys are given: each head, as ``batch pos head d_head`` (``heads``) or
-            as ``batch head pos d_head`` (``heads first``), or all heads at once, ``batch pos (head d_head)``
-            (``width``).
-        qk_shift: the module whose output is added to what queries and keys read, after the norm (Shortformer's position
-            embeddings), relative to the base model.
-        position_bias: the module of a position bias that is added to the scores, relative to the attention module; a
-            layer may lack it and use the first one's.
-        core: the module that computes scores and pattern, relative to `path`, where it is not that module itself.
-        keys_from: what keys and values are made from, where that is not what queries are made from: ``encoder``, its
-            output; the index of the block whose attention's keys and values it reads (the last layers of Gemma 4): `k`
-            and `v` are that attention's, which has the same path; or ``more``: there are keys for positions, and behind
-            them some that are made of several (DeepSeek V4).
-        z_transform: what stands between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an `AddedOutput`, a
-            `Norm`, or an `Affine` with a factor.
-        clamp: the bound that queries, keys and values are clamped to, and where: behind their projections (``made``),
-            which the hook points stand on, or queries and keys behind their norms (``normed``).
-        score_bias_modules: something that queries alone, keys alone, or places alone make is added to the product of
-            queries and keys (relative positions, as in DeBERTa and MPNet): the modules inside that make it, relative to
-            the attention module; none, where others do. None: nothing is added, but for a `position_bias` or ALiBi.
-        auxiliary_modules: further modules inside that make something of their own (an indexer), relative to the
-            attention module, with the axes of what they return.
-        config_values: fields of `ModelConfig` that are others here: ``n_heads``, ``n_key_value_heads``,
-            ``attn_scale``, ``rotary_dim``, ``rotary_base``.
+        norms_over: what the norms of queries and keys normalise: each head, in the layout ``batch
+            pos head d_head`` (``heads``) or ``batch head pos d_head`` (``heads first``), or all
+            heads at once, ``batch pos (head d_head)`` (``width``).
+        qk_shift: the module whose output is added to the input of queries and keys, after the norm
+            (Shortformer's position embeddings), relative to the base model.
+        position_bias: the module of a position bias that is added to the scores, relative to the
+            attention module; a layer may lack it and use the first layer's.
+        core: the module that computes scores and pattern, relative to `path`, if it is not the
+            module at `path`.
+        keys_from: the source of keys and values, if it is not the source of queries: ``encoder``,
+            the encoder's output; the index of an earlier block whose keys and values are used again
+            (the last layers of Gemma 4; `k` and `v` are then that block's projections); or
+            ``more``: a key for each position, followed by keys that summarise several positions
+            (DeepSeek V4).
+        z_transform: the transform between ``pattern @ v`` and `hook_z`: a `Gate`, a `SinkGate`, an
+            `AddedOutput`, a `Norm`, or an `Affine` with a factor.
+        clamp: the bound that queries, keys and values are clamped to, and where: after their
+            projections (``made``), before the hook points, or, for queries and keys only, after
+            their norms (``normed``).
+        score_bias_modules: the modules inside the attention that compute a further term of the
+            scores, from queries, keys or positions alone (relative positions, as in DeBERTa and
+            MPNet), relative to the attention module; an empty tuple if modules elsewhere compute
+            it. None: there is no such term, except a `position_bias` or ALiBi.
+        auxiliary_modules: further modules inside the attention that get hook points (an indexer),
+            relative to the attention module, with the axes of their outputs.
+        config_values: fields of `ModelConfig` that differ in this attention: ``n_heads``,
+            ``n_key_value_heads``, ``attn_scale``, ``rotary_dim``, ``rotary_base``.
     """
 
     path: str
@@ -358,116 +440,132 @@ class Attention:
 
     @property
     def cross(self) -> bool:
-        """Keys and values are made from an encoder's output."""
+        """Tell whether keys and values are made from an encoder's output."""
         return self.keys_from == "encoder"
 
     @property
     def keys_of(self) -> int | None:
-        """The index of the block whose attention's keys and values it reads; None where it makes its own."""
+        """Return the index of the block whose keys and values it reads; None if it makes its
+        own."""
         return self.keys_from if isinstance(self.keys_from, int) else None
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """Its own that are known: those of queries (``q``), and of keys (``k``) and values (``v``)."""
-        own = {"q": self.q} if self.keys_of is not None else {"q": self.q, "k": self.k, "v": self.v}
-        return {letter: each for letter, each in own.items() if each.path}
+        """Return the known projections that it does not share: ``q``, ``k``, ``v``."""
+        own = {"q": self.q}
+        if self.keys_of is None:
+            own |= {"k": self.k, "v": self.v}
+        return {letter: projection for letter, projection in own.items() if projection.path}
 
     @property
     def qk_norms(self) -> tuple[Norm, ...]:
-        """The norms of queries and keys."""
-        return tuple(each.norm for letter, each in self.projections.items() if each.norm and letter != "v")
+        """Return the norms of queries and keys."""
+        normed = (self.projections.get(letter) for letter in "qk")
+        return tuple(projection.norm for projection in normed if projection and projection.norm)
 
     @property
     def clip(self) -> float | None:
-        """The bound of its clamp."""
+        """Return the bound of its clamp."""
         return self.clamp and self.clamp[0]
 
     @property
     def clips_normed(self) -> bool:
-        """Queries and keys are clamped behind their norms, and not before."""
+        """Tell whether queries and keys are clamped after their norms, and not before."""
         return self.clamp is not None and self.clamp[1] == "normed"
 
     @property
     def submodules(self) -> dict[str, str]:
-        """The layers and norms that play its parts, relative to `path`, by what they do."""
+        """Return its layers and norms by role, with paths relative to `path`."""
         words = {"q": "queries", "k": "keys", "v": "values"}
-        named = {words[letter]: each for letter, each in self.projections.items()}
-        made = {f"{what} made": each.path for what, each in named.items()}
-        made |= {"its output made": self.o} if self.o else {}
-        return made | {f"{what} normed": each.norm.path for what, each in named.items() if each.norm}
+        layers: dict[str, str] = {}
+        norms: dict[str, str] = {}
+        for letter, projection in self.projections.items():
+            layers[f"{words[letter]} made"] = projection.path
+            if projection.norm:
+                norms[f"{words[letter]} normed"] = projection.norm.path
+        if self.o:
+            layers["its output made"] = self.o
+        return layers | norms
 
     @property
     def from_latents(self) -> bool:
-        """Queries, or keys and values, are made from a latent."""
-        return any(each.latent is not None for each in self.projections.values())
+        """Tell whether queries, or keys and values, are made from a latent."""
+        return any(projection.latent is not None for projection in self.projections.values())
 
     @property
     def shows_rotated(self) -> bool:
-        """`hook_rot_q` and `hook_rot_k` show what enters the product: rotated, or keys with columns that all heads
-        share as well as those that are made from a latent; or what no known module makes.
+        """Tell whether `hook_rot_q` and `hook_rot_k` show the factors of the product.
+
+        They do if queries and keys are rotated, if keys have columns shared by all heads besides
+        the columns made from a latent, or if no known module makes the factors.
         """
-        return self.rotary is not None or self.q.width != self.k.width or UNKNOWN.path in (self.q.path, self.k.path)
+        return (
+            self.rotary is not None
+            or self.q.width != self.k.width
+            or UNKNOWN.path in (self.q.path, self.k.path)
+        )
 
     @property
     def sinks(self) -> str | None:
-        """The name of the module's parameter that holds each head's attention sink."""
+        """Return the name of the module's parameter that holds each head's attention sink."""
         scores = self.scores.outer if isinstance(self.scores, Composed) else self.scores
         return scores.sinks if isinstance(scores, SinkScores) else None
 
     @property
     def gate(self) -> Projection | None:
-        """The projection that makes a gate."""
+        """Return the projection that makes a gate."""
         return self.z_transform.projection if isinstance(self.z_transform, Gate) else None
 
     def own(self, name: str, usual: T) -> T:
-        """A field of `ModelConfig`, as it is here.
+        """Return a field of `ModelConfig`, with the value that this attention has.
 
         Args:
             name: of the field.
-            usual: what the configuration says.
+            usual: the value in the model's configuration.
         """
         return cast(T, self.config_values.get(name, usual))
 
     def heads(self, letter: str) -> str:
-        """The axis of the heads of queries, keys, values, or of the rotated ones."""
+        """Return the head axis of queries, keys, values, or the rotated queries or keys."""
         name = "n_heads" if letter == "q" else "n_key_value_heads"
         return str(self.config_values.get(name, name))
 
     def width(self, letter: str) -> str:
-        """The axis of one head's columns."""
-        own = {"q": self.q, "k": self.k, "v": self.v}[letter].width
-        return "d_head" if own is None else str(own)
+        """Return the axis of one head's columns."""
+        projection: Projection = getattr(self, letter)
+        return "d_head" if projection.width is None else str(projection.width)
 
 
 def _pattern_view(scores: View) -> View:
-    """How the pattern of such scores is seen."""
+    """Return the view of a pattern from the view of its scores."""
     if isinstance(scores, Composed):
         return Composed(scores.inner, _pattern_view(scores.outer))
-    return columns(0, -1) if isinstance(scores, SinkScores) else View()  # without the sink's, the last
+    if isinstance(scores, SinkScores):
+        return columns(0, -1)  # without the sink's, the last
+    return View()
 
 
 @dataclass(frozen=True)
 class AttentionPoints:
-    """Adds the points of one attention module, but for its output.
+    """The hook points of one attention module, except for its output.
 
     Attributes:
-        points: what they are added to; its prefix is the block's.
-        name: of the part: ``attn``, ``cross_attn``.
+        block: the list that they are added to, with the block's prefix and module.
+        name: the part's name: ``attn``, ``cross_attn``.
         part: the declaration.
-        module: the path of the attention module.
         n_heads, n_kv_heads: numbers of query heads, and of key and value heads.
         key_pos: the axis of keys.
-        norm: the site at which the attention's input enters its norm (None: not normed).
-        shift: what is added to the inputs of queries and keys after the norm.
-        factor: what its result is multiplied with before it is added to the stream; None: no constant, so that what
-            each head adds is not shown.
-        inner: it is inside of a `Mixer`: what it reads need not be the stream, and its result is not added to it.
+        norm: the input of the norm that the attention reads (None: no norm).
+        shift: the term added to the inputs of queries and keys after the norm.
+        factor: the factor that multiplies its result before it is added to the stream; None: not a
+            constant, so each head's contribution is not available.
+        inner: the attention is inside a `Mixer`: its input need not be the stream, and its result
+            is not added to the stream.
     """
 
-    points: PointList
+    block: PointList
     name: str
     part: Attention
-    module: str
     n_heads: int
     n_kv_heads: int
     key_pos: str
@@ -477,9 +575,11 @@ class AttentionPoints:
     inner: bool = False
 
     def add(self) -> None:
-        """Adds them, in the order of the computation."""
-        if not (self.part.cross or self.inner):  # they read the same stream, of which each head can be given its own
-            self._add_inputs("" if self.name == "attn" else f"{self.name}_")
+        """Add the points, in the order of the computation."""
+        # They read the same stream, which can be set for each head.
+        if not (self.part.cross or self.inner):
+            self._add_inputs()
+        self._add_latents()
         self._add_projections()
         if self.part.scores is not None:
             self._add_product(self.part.scores)
@@ -487,134 +587,177 @@ class AttentionPoints:
         if self.part.o:
             self._add_results()
 
-    def _site(self, path: str, kind: SiteKind = "output", key: str | None = None) -> Site:
-        return Site(join(self.module, path), kind, key)
+    @cached_property
+    def points(self) -> PointList:
+        """Return the list, with the prefix and the module of the attention."""
+        return self.block.inside(self.name, self.part.path)
 
     def _n_heads(self, letter: str) -> int:
         return self.n_heads if letter == "q" else self.n_kv_heads
 
-    def _add_inputs(self, own: str) -> None:
-        """What each head reads of the stream."""
+    def _axes(self, letter: str, pos: str, width: str) -> str:
+        """Return the axes of an activation of each head."""
+        return f"batch {pos} {self.part.heads(letter)} {width}"
+
+    def _add_inputs(self) -> None:
+        """Add the input of each head."""
+        prefix = "hook_" if self.name == "attn" else f"hook_{self.name}_"
         if self.norm is not None and not self.part.from_latents:
-            self._add_every_head_input(self.norm, own)
+            self._add_every_head_input(self.norm, prefix)
         for letter, projection in self.part.projections.items():
             if projection.latent is not None:
                 continue
             n_heads = self._n_heads(letter)
-            self.points.add(
-                f"hook_{own}{letter}_input",
-                self._site(projection.path),
-                PerHeadInput(n_heads, projection.view or Heads(n_heads)),
-                f"batch {self.points.pos} {self.part.heads(letter)} d_model",
+            shift = None if letter == "v" else self.shift
+            self.block.add(
+                f"{prefix}{letter}_input",
+                self.points.site(projection.path),
+                _PerHeadInput(n_heads, projection.view or Heads(n_heads)),
+                self._axes(letter, self.block.pos, "d_model"),
                 group="heavy",
                 flag="use_split_qkv_input",
-                sources=tuple(site for site in (self.norm, self.shift if letter != "v" else None) if site),
+                sources=tuple(site for site in (self.norm, shift) if site),
                 aliases=(f"{self.name}.hook_{letter}_input",),
             )
 
-    def _add_every_head_input(self, norm: Site, own: str) -> None:
+    def _add_every_head_input(self, norm: Site, prefix: str) -> None:
         def by_group(value: Tensor) -> Tensor:
-            # A key head serves several query heads: it reads the mean of their inputs (all equal unless edited).
+            # A key head serves several query heads: it reads the mean of their inputs (all equal
+            # unless edited).
             if self.n_heads == self.n_kv_heads:
                 return value
             return reduce(value, "b p (kv group) d -> b p kv d", "mean", kv=self.n_kv_heads)
 
-        inputs = {letter: join(self.points.prefix, f"hook_{own}{letter}_input") for letter in self.part.projections}
-        self.points.add(
-            f"hook_{own}attn_in",
+        linked = []
+        for letter in self.part.projections:
+            name = join(self.block.prefix, f"{prefix}{letter}_input")
+            linked.append(LinkedPoint(name, _unchanged if letter == "q" else by_group))
+        self.block.add(
+            f"{prefix}attn_in",
             Site(norm.path, "output"),
-            PerHeadInput(self.n_heads),
-            f"batch {self.points.pos} {self.part.heads('q')} d_model",
+            _PerHeadInput(self.n_heads),
+            self._axes("q", self.block.pos, "d_model"),
             group="heavy",
             flag="use_attn_in",
             aliases=(f"{self.name}.hook_attn_in",),
-            linked=tuple(LinkedPoint(at, by_group if letter != "q" else _as_it_is) for letter, at in inputs.items()),
+            linked=tuple(linked),
         )
 
+    def _add_latents(self) -> None:
+        """Add the latents of queries, and of keys and values, with the norms that make them, under
+        DeepSeek's names.
+        """
+        for name, latent in (("q", self.part.q.latent), ("kv", self.part.k.latent)):
+            if latent is None or not latent.path:
+                continue
+            norm = f"{name}_a_layernorm"
+            aliases: PointNames = ()
+            axes = f"batch {self.block.pos} d_{name}_latent"
+            if not latent.kind.opaque:
+                entered = self.points.input(latent.path)
+                self.points.add(f"{norm}.hook_in", entered, axes=axes, group="extra")
+                norm_points(self.points, norm, latent, axes=axes)
+                aliases = (f"{norm}.hook_out",)
+            self.points.add(f"hook_{name}_latent", latent.path, axes=axes, aliases=aliases)
+
     def _add_projections(self) -> None:
-        """Queries, keys and values, and the latents that they are made from."""
-        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
-        for name, latent in (("q", part.q.latent), ("kv", part.k.latent)):
-            if latent and latent.path:
-                self._add_latent(name, latent)
-        fused = len({projection.path for projection in part.projections.values()}) < len(part.projections)
-        for letter, projection in part.projections.items():
-            own_pos = self.key_pos if part.cross and letter != "q" else pos
-            axes = f"batch {own_pos} {part.heads(letter)} {part.width(letter)}"
-            view, sources = self._seen(projection, self._n_heads(letter))
-            site, aliases = self._site(projection.path), (f"{letter}.hook_out",)
-            inner.add(f"hook_{letter}", site, view, axes, aliases=aliases, sources=sources)
-            if not (fused or self.inner) and projection.latent is None:
-                entered = Site(site.path, "input")
-                inner.add(f"{letter}.hook_in", entered, Branch(), f"batch {own_pos} d_model", group="extra")
+        """Add queries, keys and values."""
+        part = self.part
+        points = self.points
+        projections = part.projections
+        paths = {projection.path for projection in projections.values()}
+        is_fused = len(paths) < len(projections)
+        for letter, projection in projections.items():
+            pos = self.key_pos if part.cross and letter != "q" else points.pos
+            axes = self._axes(letter, pos, part.width(letter))
+            names = (f"{letter}.hook_out",)
+            self._add_heads(f"hook_{letter}", projection, letter, axes, aliases=names)
+            if not (is_fused or self.inner) and projection.latent is None:
+                entered = points.input(projection.path)
+                axes = f"batch {pos} d_model"
+                points.add(f"{letter}.hook_in", entered, Branch(), axes, group="extra")
 
-    def _seen(self, projection: Projection, n_heads: int) -> tuple[View, tuple[Site, ...]]:
-        """How a projection's output shows heads, and what that needs: the module that adds a bias behind it."""
-        view = projection.view or Heads(n_heads)
-        if projection.bias is None:
-            return view, ()
-        holder, _, parameter = projection.bias.rpartition(".")
-        return Biased(view, parameter), (self._site(holder, "input"),)
-
-    def _add_latent(self, name: str, latent: Norm) -> None:
-        """What queries, or keys and values, are made from; with the norm that makes it, under DeepSeek's names."""
-        inner, norm, site = self.points.inside(self.name), f"{name}_a_layernorm", self._site(latent.path)
-        axes, known = f"batch {self.points.pos} d_{name}_latent", not latent.kind.opaque
-        if known:
-            inner.add(f"{norm}.hook_in", Site(site.path, "input"), axes=axes, group="extra")
-            norm_points(inner, norm, latent.kind, site, axes=axes)
-        inner.add(f"hook_{name}_latent", site, axes=axes, aliases=(f"{norm}.hook_out",) if known else ())
+    def _add_heads(
+        self, name: str, projection: Projection, letter: str, axes: str, **more: Unpack[MoreOfPoint]
+    ) -> None:
+        """Add the heads in a projection's output, including the bias that is added to it."""
+        view = projection.view or Heads(self._n_heads(letter))
+        if projection.bias is not None:
+            module, _, parameter = projection.bias.rpartition(".")
+            view = Biased(view, parameter)
+            more["sources"] = (self.points.input(module),)
+        self.points.add(name, projection.path, view, axes, **more)
 
     def _add_product(self, scores: View) -> None:
-        """What meets in the product of queries and keys, the scores, and the pattern."""
-        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
-        for letter, own_pos in (("q", pos), ("k", self.key_pos)) if part.shows_rotated else ():
-            axes = f"batch {own_pos} {part.heads(letter)} {part.width('q')}"
-            site = self._site(part.core, "attention", letter)
-            inner.add(f"hook_rot_{letter}", site, HeadsFirst(), axes, n_heads=self._n_heads(letter))
-        square = f"batch {part.heads('q')} {pos} {self.key_pos}"
-        for name, key, view in (("attn_scores", "scores", scores), ("pattern", "pattern", _pattern_view(scores))):
-            inner.add(f"hook_{name}", self._site(part.core, "attention", key), view, square, n_heads=self.n_heads)
+        """Add the factors of the product of queries and keys, the scores, and the pattern."""
+        part = self.part
+        points = self.points
+        key_pos = self.key_pos
+        if part.shows_rotated:
+            for letter, pos in (("q", points.pos), ("k", key_pos)):
+                axes = self._axes(letter, pos, part.width("q"))
+                site = points.site(part.core, "attention", letter)
+                n_heads = self._n_heads(letter)
+                points.add(f"hook_rot_{letter}", site, HeadsFirst(), axes, n_heads=n_heads)
+        axes = f"batch {part.heads('q')} {points.pos} {key_pos}"
+        site = points.site(part.core, "attention", "scores")
+        points.add("hook_attn_scores", site, scores, axes, n_heads=self.n_heads)
+        site = points.site(part.core, "attention", "pattern")
+        points.add("hook_pattern", site, _pattern_view(scores), axes, n_heads=self.n_heads)
 
     def _add_others(self) -> None:
-        """What else is made inside of it: biases of scores, auxiliary modules, what stands between pattern and `z`."""
-        part, inner, pos = self.part, self.points.inside(self.name), self.points.pos
+        """Add the remaining inner activations: biases of scores, auxiliary modules, and the
+        transforms between pattern and `z`.
+        """
+        part = self.part
+        points = self.points
+        pos = points.pos
         for path in part.score_bias_modules or ():
-            made = module_path(path).rpartition(".")[2]
-            inner.add(f"{made}.hook_places", self._site(path), axes=f"one places d_{made}", group="extra")
+            name = module_path(path).rpartition(".")[2]
+            axes = f"one places d_{name}"
+            points.add(f"{name}.hook_places", path, axes=axes, group="extra")
         for path, axes in part.auxiliary_modules:
             named = " ".join(pos if axis == "pos" else axis for axis in axes.split())
-            inner.add(f"{module_path(path)}.hook_out", self._site(path), axes=named, group="extra")
+            points.add(f"{module_path(path)}.hook_out", path, axes=named, group="extra")
         if isinstance(part.z_transform, AddedOutput):
             axes = f"batch {part.heads('q')} {pos} {part.width('v')}"
-            inner.add("hook_branch", self._site(part.z_transform.path), axes=axes, group="extra")
+            points.add("hook_branch", part.z_transform.path, axes=axes, group="extra")
         if part.gate:
-            axes = f"batch {pos} {part.heads('q')} d_gate"
-            view, sources = self._seen(part.gate, self.n_heads)
-            inner.add("hook_gate", self._site(part.gate.path), view, axes, group="extra", sources=sources)
+            axes = self._axes("q", pos, "d_gate")
+            self._add_heads("hook_gate", part.gate, "q", axes, group="extra")
 
     def _add_results(self) -> None:
-        """`z`, and what each head adds."""
-        part, inner, heads = self.part, self.points.inside(self.name), f"batch {self.points.pos} {self.part.heads('q')}"
-        entered, axes = self._site(part.o, "input"), f"{heads} {part.width('v')}"
-        inner.add("hook_z", entered, Heads(self.n_heads), axes, aliases=("o.hook_in",))
+        """Add `z` and each head's contribution."""
+        points = self.points
+        part = self.part
+        axes = self._axes("q", points.pos, part.width("v"))
+        points.add(
+            "hook_z", points.input(part.o), Heads(self.n_heads), axes, aliases=("o.hook_in",)
+        )
         if self.factor is not None:
-            view, site = HeadResults(self.n_heads, self.factor), self._site(part.o)
-            inner.add("hook_result", site, view, f"{heads} d_model", group="heavy", flag="use_attn_result")
+            view = _HeadResults(self.n_heads, self.factor)
+            axes = self._axes("q", points.pos, "d_model")
+            flag = "use_attn_result"
+            points.add("hook_result", part.o, view, axes, group="heavy", flag=flag)
 
 
-def _as_it_is(value: Tensor) -> Tensor:
+def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def qk_norm_points(points: PointList, part: Attention, module: str) -> None:
-    """Adds the points of the norms of queries and keys (arguments as for `AttentionPoints`)."""
+def qk_norm_points(points: PointList, part: Attention) -> None:
+    """Add the points of the norms of queries and keys.
+
+    Args:
+        points: the list that they are added to, with the prefix and the module of the attention.
+        part: the declaration.
+    """
     view = HeadsFirst() if part.norms_over == "heads first" else None
+    separator = "*" if part.norms_over == "width" else " "
     for letter, projection in part.projections.items():
         if norm := projection.norm:
-            heads, width = part.heads(letter), part.width(letter)
-            axes = f"{heads}*{width}" if part.norms_over == "width" else f"{heads} {width}"
-            path, name, axes = join(module, norm.path), f"{letter}_norm", f"batch {points.pos} {axes}"
-            points.add(f"{name}.hook_in", Site(path, "input"), view, axes, group="extra")
-            norm_points(points, name, norm.kind, Site(path, "output"), view=view, axes=axes)
-            points.add(f"{name}.hook_out", Site(path, "output"), view, axes, group="extra")
+            name = f"{letter}_norm"
+            axes = f"batch {points.pos} {part.heads(letter)}{separator}{part.width(letter)}"
+            points.add(f"{name}.hook_in", points.input(norm.path), view, axes, group="extra")
+            norm_points(points, name, norm, view=view, axes=axes)
+            points.add(f"{name}.hook_out", norm.path, view, axes, group="extra")

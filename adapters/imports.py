@@ -1,7 +1,8 @@
-"""What differs between the versions of torch and transformers, each difference with the version and what needs it.
+"""Differences between versions of torch and transformers, each with the version and the reason.
 
-Nothing else asks for a version. One that is too old for all of it is refused as this is imported, before the rest of
-the package is; what the installed one does not have is refused by name when it is used.
+Nothing else in the package checks a version. A version that is too old for everything raises an
+error when this module is imported, before the rest of the package is; a feature that the installed
+version lacks raises an error that names it when it is used.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ if TYPE_CHECKING:
     from transformers.exporters.utils import decompose_for_generation as decompose_for_generation
 
 
-#: The oldest versions that it works with, as docs/versions.md shows them. `bridge.version` says the same.
+#: The oldest supported versions, as docs/versions.md shows them; keep `bridge.version` in
+#: agreement.
 _OLDEST = {"torch": "2.8", "transformers": "5.9"}
-#: What exports are made of. 5.15 has other exporters, which return no `ExportedModel`; they ask for this torch.
+#: The requirements of exports. 5.15 has other exporters, which return no `ExportedModel`; they need
+#: this torch.
 _EXPORT = ("exporting a program", "5.23", "2.11")
-#: Names that only some versions have: the module, what needs it, and the first versions of transformers and torch.
+#: Names that only some versions have: the module, what needs it, and the first versions of
+#: transformers and torch.
 _SINCE = {
     "ExportedModel": ("transformers.exporters", *_EXPORT),
     "HfExporter": ("transformers.exporters", *_EXPORT),
     "get_exporter_class": ("transformers.exporters.auto", *_EXPORT),
     "decompose_for_generation": ("transformers.exporters.utils", *_EXPORT),
 }
-#: Classes that transformers changed: what we declare is there from this version on. An older one is inferred.
+#: Classes that transformers changed: our declaration is valid from this version on. An older one is
+#: inferred.
 _DECLARED_SINCE = {
-    # Before, the router returns no choice of experts, or is none.
+    # Before, no router returns the choice of experts.
     "DeepseekV2PreTrainedModel": "5.15",
     "DeepseekV3PreTrainedModel": "5.15",
     "Dots1PreTrainedModel": "5.15",
@@ -48,7 +53,7 @@ _DECLARED_SINCE = {
     "Glm4MoeLitePreTrainedModel": "5.15",
     "HunYuanMoEV1PreTrainedModel": "5.15",
     "SolarOpenPreTrainedModel": "5.15",
-    # Before, what a router returns is in another order, or its experts are kept elsewhere.
+    # Before, a router's output has another order, or its experts are stored elsewhere.
     "AriaTextPreTrainedModel": "5.21",
     "GraniteMoePreTrainedModel": "5.21",
     "GraniteMoeSharedPreTrainedModel": "5.21",
@@ -59,11 +64,13 @@ _DECLARED_SINCE = {
 
 
 class VersionError(ImportError):
-    """The installed version of a library does not have what this needs; the message names the version that does."""
+    """An error for a library whose installed version lacks a needed feature; the message names the
+    version that has it.
+    """
 
 
 def has_transformers(version: str) -> bool:
-    """Whether the installed transformers is this version or a later one.
+    """Tell whether the installed transformers is this version or a later one.
 
     Args:
         version: such as ``"5.13"``.
@@ -81,17 +88,17 @@ def _since(library: ModuleType, version: str) -> bool:
 
 
 def _check_versions() -> None:
-    """Refuses what nothing here works with.
+    """Raise an error for versions that this library does not work with at all.
 
     Raises:
         VersionError: torch or transformers is older than the oldest that works.
     """
     if not all(_since(library, _OLDEST[library.__name__]) for library in (torch, transformers)):
-        asked = " ".join(f"'{name}>={version}'" for name, version in _OLDEST.items())
+        packages = " ".join(f"'{name}>={version}'" for name, version in _OLDEST.items())
         raise VersionError(
-            f"transformer-bridge works with torch {_OLDEST['torch']} and transformers {_OLDEST['transformers']} or "
-            f"later, and torch {torch.__version__} and transformers {transformers.__version__} are installed: "
-            f"pip install {asked}"
+            f"transformer-bridge works with torch {_OLDEST['torch']} and transformers"
+            f" {_OLDEST['transformers']} or later, and torch {torch.__version__} and transformers"
+            f" {transformers.__version__} are installed: pip install {packages}"
         )
 
 
@@ -99,31 +106,35 @@ _check_versions()
 
 
 def is_compiling() -> bool:
-    """Whether torch compiles, or exports, what this thread runs.
+    """Tell whether torch compiles, or exports, the code that this thread runs.
 
-    ``torch.compiler.is_compiling`` is true in every thread from 2.13 on, while one of them compiles anything.
+    ``torch.compiler.is_compiling`` is true in every thread from 2.13 on, while one of them compiles
+    anything.
     """
     if not torch.compiler.is_compiling():
         return False
-    here = torch.compiler.is_dynamo_compiling()  # in code that is being read; elsewhere it runs beside the compiler
-    return here or CompileContext.try_get() is not None or TracingContext.try_get() is not None
+    # True in code that is being traced; elsewhere, code runs beside the compiler.
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return CompileContext.try_get() is not None or TracingContext.try_get() is not None
 
 
 def registered_conversions() -> set[str]:
-    """The names for which a user registered how weights are converted, as transformers keeps them.
+    """Return the names for which a user registered a weight conversion in transformers.
 
-    It does since 5.13, where what is registered takes part in saving as well. Before, there is nothing to keep.
+    Registered conversions also affect saving since transformers 5.13, which records them. Earlier
+    versions have no such record.
     """
     if not has_transformers("5.13"):
         return set()
-    found: set[str] = importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
-    return found
+    return importlib.import_module("transformers.conversion_mapping").USER_REGISTERED_MAPPINGS
 
 
 def check_patching() -> None:
-    """Refuses a patched load before 5.21, where transformers' patching looks into every module that it could import.
+    """Raise an error for a patched load before 5.21, where transformers' patching imports every
+    module it finds.
 
-    It imports them so, which fails without torchvision and Pillow, in the middle of the load.
+    Those imports fail in the middle of the load if torchvision or Pillow is missing.
 
     Raises:
         VersionError: transformers is older.
@@ -132,7 +143,8 @@ def check_patching() -> None:
 
 
 def older_than_declared(name: str) -> str:
-    """Why our declaration is not of this class as it is in the installed transformers; "" where it is.
+    """Return why our declaration does not apply to this class in the installed transformers; "" if
+    it does.
 
     Args:
         name: of the class that the declaration is for.
@@ -141,11 +153,15 @@ def older_than_declared(name: str) -> str:
     if has_transformers(since):
         return ""
     installed = transformers.__version__
-    return f"the declaration for {name} is of transformers {since} or later, and {installed} is installed"
+    return (
+        f"the declaration for {name} is of transformers {since} or later, and {installed} is"
+        " installed"
+    )
 
 
 def check_batching() -> None:
-    """Refuses transformers' continuous batching before 5.20, whose pages and options are others.
+    """Raise an error for transformers' continuous batching before 5.20, whose pages and options
+    differ.
 
     Raises:
         VersionError: transformers is older.
@@ -154,7 +170,8 @@ def check_batching() -> None:
 
 
 def check_tensor_parallel() -> None:
-    """Refuses tensor parallelism before 5.16, where no parameter says which part of a weight it is.
+    """Raise an error for tensor parallelism before 5.16, where parameters do not show which shard
+    of a weight they are.
 
     Raises:
         VersionError: transformers is older.
@@ -163,9 +180,9 @@ def check_tensor_parallel() -> None:
 
 
 def check_checkpointed_gradients() -> None:
-    """Refuses to listen to gradients in a checkpointed block before 5.23: the checkpoint has its hooks in it.
-
-    The weights' gradients came out wrong there where a hook changed the gradient at a block's input.
+    """Raise an error for gradient hooks in a checkpointed block before 5.23, where the checkpoint
+    adds its own hooks to the block. In those versions the weights' gradients are wrong if a hook
+    changes the gradient at a block's input.
 
     Raises:
         VersionError: transformers is older.
@@ -174,36 +191,40 @@ def check_checkpointed_gradients() -> None:
 
 
 def checkpointing_method() -> str:
-    """What a model's method is called that turns activation checkpointing on: before 5.23 as gradients are named."""
-    return "activation_checkpointing_enable" if has_transformers("5.23") else "gradient_checkpointing_enable"
+    """Return the name of the method that turns activation checkpointing on: before 5.23 it is
+    called gradient checkpointing.
+    """
+    word = "activation" if has_transformers("5.23") else "gradient"
+    return f"{word}_checkpointing_enable"
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Whether activation checkpointing is on: before 5.23 the attribute is called as gradients are.
+    """Tell whether activation checkpointing is on: before 5.23 the attribute is called gradient
+    checkpointing.
 
     Args:
         model: a Hugging Face model.
     """
-    newer = has_transformers("5.23")
-    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing"))
+    word = "activation" if has_transformers("5.23") else "gradient"
+    return bool(getattr(model, f"is_{word}_checkpointing"))
 
 
 def rotation_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a configuration says of rotary embeddings: one set, or one for each kind of layer.
-
-    Until 5.15 an empty `rope_theta` stands among those for each kind of layer (Gemma 3).
+    """Return the rotary embedding's parameters from a configuration: one set, or one for each kind
+    of layer. Until 5.15, the sets by kind of layer also contain an empty `rope_theta` (Gemma 3).
 
     Args:
         config: a Hugging Face configuration.
     """
-    found = dict(getattr(config, "rope_parameters", None) or {})
-    if found.get("rope_theta", 0) is None:
-        del found["rope_theta"]
-    return found
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if parameters.get("rope_theta", 0) is None:
+        del parameters["rope_theta"]
+    return parameters
 
 
 def clamp_of(config: PreTrainedConfig) -> tuple[float, float]:
-    """The limit and the slope of gpt-oss's activation function: until 5.18 they are constants of its source.
+    """Return the limit and the slope of gpt-oss's activation function: until 5.18 they are
+    constants in its source.
 
     Args:
         config: a Hugging Face configuration of a model with that function.
@@ -214,36 +235,42 @@ def clamp_of(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def unembedding_of_gpt_neox() -> str:
-    """Where GPT-NeoX's output layer is: since 5.14 it has the name that all others have."""
+    """Return the path of GPT-NeoX's output layer: since 5.14 it has the usual name."""
     return "lm_head" if has_transformers("5.14") else "embed_out"
 
 
 def gptj_is_like_others() -> bool:
-    """Whether GPT-J and CodeGen take all kernels, and their blocks return the stream alone: since 5.24."""
+    """Tell whether GPT-J and CodeGen accept all kernels and their blocks return only the stream:
+    since 5.24.
+    """
     return has_transformers("5.24")
 
 
 def outputs_of_t5_encoder() -> int:
-    """How many values a block of T5's encoder returns: since 5.15 as many as one of its decoder."""
+    """Return the number of values that a block of T5's encoder returns: since 5.15 as many as a
+    decoder block.
+    """
     return 3 if has_transformers("5.15") else 2
 
 
 def known_error(model: nn.Module) -> str:
-    """What this version of transformers is known to compute wrongly in a model; "" where nothing is known.
+    """Return the known error in this version's computation of a model; "" if none is known.
 
     Args:
         model: a Hugging Face model.
     """
     config = getattr(model, "config", None)
-    capped = getattr(config, "model_type", "") in ("gemma2", "vaultgemma") and getattr(
-        config, "attn_logit_softcapping", None
+    if has_transformers("5.21") or getattr(config, "_attn_implementation", "") != "sdpa":
+        return ""
+    if getattr(config, "model_type", "") not in ("gemma2", "vaultgemma"):
+        return ""
+    if not getattr(config, "attn_logit_softcapping", None):
+        return ""
+    return (
+        f"transformers {transformers.__version__} leaves this model's soft cap of the scores"
+        " out of its sdpa attention (from 5.21 on it has none for such models): load the model"
+        " with attn_implementation='eager'"
     )
-    if capped and getattr(config, "_attn_implementation", "") == "sdpa" and not has_transformers("5.21"):
-        return (
-            f"transformers {transformers.__version__} leaves this model's soft cap of the scores out of its sdpa "
-            "attention (from 5.21 on it has none for such models): load the model with attn_implementation='eager'"
-        )
-    return ""
 
 
 def __getattr__(name: str) -> object:
@@ -264,18 +291,21 @@ def _require(use: str, of_transformers: str, of_torch: str = "0") -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Packages whose parts are imported when they are first asked for (PEP 562).
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Packages whose parts are imported when they are first accessed (PEP 562).
+# --------------------------------------------------------------------------------------------------
 
 
-def lazily(package: str, *modules: str, **names: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package. Type checkers read its imports under ``TYPE_CHECKING``.
+def lazily(
+    package: str, *modules: str, **names: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and ``__dir__`` of a package. Type checkers read its imports under
+    ``TYPE_CHECKING``.
 
     Args:
         package: its name.
-        modules: modules of it.
-        names: names that are in a module of it, with that module.
+        modules: modules of the package.
+        names: names that the package exports, each with the module that defines it.
 
     Returns:
         The two functions.

@@ -21,30 +21,46 @@ from adapters.points import core_of
 from adapters.views import Args, Kwargs
 from adapters.views.views import names_of
 
-#: What tokens are to a model: those of its decoder, where its encoder reads images or sound.
+#: The argument for tokens: of a model whose encoder reads images or sound, the decoder's tokens.
 TokensArgument = Literal["input_ids", "decoder_input_ids"]
-#: What a model is given, by the names of its own arguments.
+#: A model's inputs, by the names of its own arguments.
 Given = Mapping[str, Tensor]
-#: What it is called with, likewise.
+#: The arguments of a model's forward, by name.
 Arguments = dict[str, Tensor]
-#: How the names of arguments begin that are images or sound, or go along them.
-OF_IMAGES_AND_SOUND = ("pixel", "image", "video", "audio", "feature", "input_features", "input_values")
-#: What the keys and values of earlier tokens are called, among arguments and in what a model returns. Models of
-#: transformers have the second name from 5.24 on.
+#: A module's forward.
+Forward = Callable[..., Any]
+#: Prefixes of the names of arguments that are images or sound, or accompany them.
+OF_IMAGES_AND_SOUND = (
+    "pixel",
+    "image",
+    "video",
+    "audio",
+    "feature",
+    "input_features",
+    "input_values",
+)
+#: The names of the cache of earlier keys and values, among arguments and in a model's output.
+#: transformers uses the second name from 5.24 on.
 PAST = ("past_key_values", "cache")
 
 
-def past_of(given: Mapping[str, Any]) -> Any:
-    """The keys and values of earlier tokens, among arguments or in what a model returns; None where there are none."""
-    # By the names that are there: transformers 5.24 warns who asks an output for the older one.
-    return next((value for name, value in given.items() if name in PAST and value is not None), None)
+def past_of(values: Mapping[str, Any]) -> Any:
+    """Return the cache of earlier keys and values in a model's arguments or output; None if there
+    is none.
+    """
+    # Look up only names that exist: transformers 5.24 warns if an output is asked for the older
+    # one.
+    for name, value in values.items():
+        if name in PAST and value is not None:
+            return value
+    return None
 
 
-def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> Kwargs:
-    """Arguments in which the keys and values of earlier tokens have the name that the model has for them.
+def with_past_named(arguments: Mapping[str, Any], known: Collection[str]) -> Kwargs:
+    """Rename the cache in some arguments to the name that the model uses.
 
     Args:
-        given: the arguments.
+        arguments: the arguments.
         known: the names that the model takes.
 
     Example:
@@ -52,49 +68,58 @@ def with_past_named(given: Mapping[str, Any], known: Collection[str]) -> Kwargs:
         >>> with_past_named({"past_key_values": 1, "use_cache": True}, {"cache", "use_cache"})
         {'use_cache': True, 'cache': 1}
     """
-    theirs, said = next((name for name in PAST if name in known), None), [name for name in PAST if name in given]
-    if theirs is None or sum(given[name] is not None for name in said) > 1:
-        return dict(given)
-    further = {name: value for name, value in given.items() if name not in PAST}
-    return further | {theirs: past_of(given)} if said else further
+    accepted = [name for name in PAST if name in known]
+    present = [name for name in PAST if name in arguments]
+    if not accepted or sum(arguments[name] is not None for name in present) > 1:
+        return dict(arguments)
+    renamed = {name: value for name, value in arguments.items() if name not in PAST}
+    if present:
+        renamed[accepted[0]] = past_of(arguments)
+    return renamed
 
 
 @functools.cache
-def accepted_arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    """The names of the arguments that a Hugging Face forward takes, those of its typed ``**kwargs`` included."""
+def accepted_arguments(forward: Forward) -> frozenset[str]:
+    """Return the names of the arguments that a Hugging Face forward takes, including those of its
+    typed ``**kwargs``.
+    """
     names: set[str] = set()
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             names.add(parameter.name)
             continue
-        for typed in typing.get_args(_meant(parameter.annotation, forward)):
+        for typed in typing.get_args(_evaluated(parameter.annotation, forward)):
             names.update(getattr(typed, "__annotations__", ()))
     return frozenset(names - {"self", "args"})
 
 
-def _meant(annotation: Any, forward: Callable[..., Any]) -> Any:
-    """What an annotation of a forward means."""
+def _evaluated(annotation: Any, forward: Forward) -> Any:
+    """Evaluate an annotation of a forward in the namespace of the module that defines it."""
     if isinstance(annotation, str):
-        return eval(annotation, inspect.unwrap(forward).__globals__)  # its own module wrote it
+        return eval(annotation, inspect.unwrap(forward).__globals__)
     return annotation
 
 
-def _forward_of(core: nn.Module) -> Callable[..., Any]:
-    """The forward that says what can be passed: of a `PlainModel`, its module's."""
-    said: nn.Module = getattr(core, "plain_module", core)
-    return type(said).forward
+def _forward_of(core: nn.Module) -> Forward:
+    """Return the forward that declares the accepted arguments; for a `PlainModel`, its module's
+    forward."""
+    module: nn.Module = getattr(core, "plain_module", core)
+    return type(module).forward
 
 
 def accepted_by(core: nn.Module) -> frozenset[str]:
-    """The names of the arguments that a Hugging Face model takes.
+    """Return the names of the arguments that a Hugging Face model takes.
 
     Args:
-        core: the model, without what wraps it. ``use_cache`` counts where its forward passes it on to its decoder.
+        core: the model, without wrappers. ``use_cache`` counts if its forward passes it on to its
+            decoder.
 
     Example:
         >>> import transformers
         >>> from adapters.inputs import accepted_by
-        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
+        >>> model = transformers.GPT2LMHeadModel(
+        ...     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10)
+        ... )
         >>> {"use_cache", "attention_mask"} <= accepted_by(model)
         True
     """
@@ -103,39 +128,45 @@ def accepted_by(core: nn.Module) -> frozenset[str]:
     if names.isdisjoint(PAST) or "use_cache" in names or not isinstance(core, PreTrainedModel):
         return names
     decoder = core.get_decoder()
-    taken = (
-        _takes_anything(forward) and decoder is not None and "use_cache" in accepted_arguments(type(decoder).forward)
-    )
-    return names | {"use_cache"} if taken else names
+    if decoder is None or not _takes_anything(forward):
+        return names
+    return names | (accepted_arguments(type(decoder).forward) & {"use_cache"})
 
 
 def may_take(core: nn.Module, name: str) -> bool:
-    """Whether a model takes an argument, as far as it says: one whose forward takes anything may.
+    """Tell whether a model may take an argument, according to its signature; a forward with
+    ``**kwargs`` may take any.
 
     Args:
-        core: the model, without what wraps it.
-        name: of the argument.
+        core: the model, without its wrappers.
+        name: the argument's name.
     """
     forward = _forward_of(core)
     return name in accepted_arguments(forward) or _takes_anything(forward)
 
 
 @functools.cache
-def _takes_anything(forward: Callable[..., Any]) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+def _takes_anything(forward: Forward) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def gives_cache(core: nn.Module) -> bool:
-    """Whether a Hugging Face model takes keys and values of earlier tokens and gives those of all, as far as it says.
+    """Tell, from its signature, whether a Hugging Face model takes a cache of keys and values and
+    returns the extended one.
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
 
     Example:
         >>> import transformers
         >>> from adapters.inputs import gives_cache
         >>> config = transformers.BertConfig(
-        ...     hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=10
+        ...     hidden_size=8,
+        ...     num_hidden_layers=1,
+        ...     num_attention_heads=1,
+        ...     intermediate_size=8,
+        ...     vocab_size=10,
         ... )
         >>> gives_cache(transformers.BertForMaskedLM(config))
         False
@@ -144,17 +175,21 @@ def gives_cache(core: nn.Module) -> bool:
     names = accepted_by(core)
     if names.isdisjoint(PAST) or "use_cache" not in names or not _counts_tokens(core):
         return False
-    returned = _meant(inspect.signature(forward).return_annotation, forward)
-    outputs = [kind for kind in (returned, *typing.get_args(returned)) if hasattr(kind, "__dataclass_fields__")]
-    return not outputs or any(not output.__dataclass_fields__.keys().isdisjoint(PAST) for output in outputs)
+    returned = _evaluated(inspect.signature(forward).return_annotation, forward)
+    kinds = (returned, *typing.get_args(returned))
+    fields = [kind.__dataclass_fields__ for kind in kinds if hasattr(kind, "__dataclass_fields__")]
+    return not fields or not all(names.keys().isdisjoint(PAST) for names in fields)
 
 
 def _counts_tokens(core: nn.Module) -> bool:
-    """Whether what a model remembers of earlier tokens says how many there were; states of Mamba alone do not."""
+    """Tell whether a model's cache records the number of earlier tokens. A cache of Mamba's states
+    does not.
+    """
     if not isinstance(core, PreTrainedModel):
         return True
-    taken = inspect.signature(type(core).forward).parameters.get("cache")
-    kinds = () if taken is None else typing.get_args(_meant(taken.annotation, type(core).forward))
+    forward = type(core).forward
+    cache = inspect.signature(forward).parameters.get("cache")
+    kinds = () if cache is None else typing.get_args(_evaluated(cache.annotation, forward))
     if kinds and not any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds):
         return False
     if not hasattr(core.config.get_text_config(decoder=True), "num_hidden_layers"):
@@ -164,18 +199,19 @@ def _counts_tokens(core: nn.Module) -> bool:
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """The names of what a module's forward takes, in order."""
+    """Return the names of the arguments of a module's forward, in order."""
     return list(names_of(type(module).forward))
 
 
 @dataclass(frozen=True)
 class Takes:
-    """What a model takes.
+    """The arguments of a model for tokens, images and sound.
 
     Attributes:
-        tokens: the argument that tokens are; None where there are none (ViT, HuBERT).
-        main: the argument that images or sound are, where tokens are not what its first blocks read (Whisper, ViT).
-        needed: the arguments without which its forward cannot be called.
+        tokens: the argument for tokens; None if it reads none (ViT, HuBERT).
+        main: the argument for images or sound, if the first blocks read these instead of tokens
+            (Whisper, ViT).
+        needed: the required arguments of its forward.
     """
 
     tokens: TokensArgument | None
@@ -184,10 +220,10 @@ class Takes:
 
 
 def takes(core: nn.Module) -> Takes:
-    """What a Hugging Face model takes.
+    """Return the inputs of a Hugging Face model.
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
 
     Example:
         >>> from transformers import GPT2LMHeadModel, ViTModel, WhisperForConditionalGeneration
@@ -197,29 +233,38 @@ def takes(core: nn.Module) -> Takes:
         >>> taken_by(WhisperForConditionalGeneration).tokens
         'decoder_input_ids'
     """
-    cls: Any = type(core)  # a class can be hashed, which its type does not say
+    cls: Any = type(core)  # a class is hashable, but its type does not show it
     return taken_by(cls)
 
 
 @functools.cache
 def taken_by(cls: type[nn.Module]) -> Takes:
-    """What the models of a class take: see `takes`."""
+    """Return the inputs of the models of a class: see `takes`."""
     parameters = inspect.signature(cls.forward).parameters
-    known = (each for each in list(parameters.values())[1:] if each.kind is each.POSITIONAL_OR_KEYWORD)
-    needed = [each.name for each in known if each.default is each.empty and each.name != "input_ids"]
-    main: str = getattr(cls, "main_input_name", "input_ids")
+    main: str | None = getattr(cls, "main_input_name", "input_ids")
+    tokens: TokensArgument | None = None
     decodes = {"decoder_input_ids", "encoder_outputs"} <= parameters.keys()
     with_text = "input_ids" in parameters and not decodes  # an image may be in it
     if main == "input_ids" or main not in parameters or with_text:
-        return Takes("input_ids", None, tuple(needed))
-    return Takes("decoder_input_ids" if decodes else None, main, tuple(name for name in needed if name != main))
+        main = None
+        tokens = "input_ids"
+    elif decodes:
+        tokens = "decoder_input_ids"
+    needed = []
+    for parameter in list(parameters.values())[1:]:
+        plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if plain and parameter.default is parameter.empty:
+            needed.append(parameter.name)
+    optional = ("input_ids", main)
+    return Takes(tokens, main, tuple(name for name in needed if name not in optional))
 
 
 def makes_decoder_tokens(core: nn.Module) -> bool:
-    """Whether a model that is given no tokens for its decoder makes them itself, of its encoder's (BART and its kin).
+    """Tell whether a model makes its decoder's tokens from its encoder's when none are passed (BART
+    and similar models).
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
 
     Example:
         >>> import transformers
@@ -227,70 +272,84 @@ def makes_decoder_tokens(core: nn.Module) -> bool:
         >>> sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=10)
         >>> makes_decoder_tokens(transformers.BartModel(transformers.BartConfig(**sizes)))
         True
-        >>> makes_decoder_tokens(transformers.MarianModel(transformers.MarianConfig(**sizes, pad_token_id=0)))
+        >>> makes_decoder_tokens(
+        ...     transformers.MarianModel(transformers.MarianConfig(**sizes, pad_token_id=0))
+        ... )
         False
     """
-    forwards = {type(module).forward for module in core.modules() if hasattr(type(module), "forward")}
-    return any(_shifts_tokens(each) for each in forwards if "decoder_input_ids" in accepted_arguments(each))
-
-
-@functools.cache
-def _shifts_tokens(forward: Callable[..., Any]) -> bool:
-    """Whether a forward makes the decoder's tokens of the encoder's: its source says so."""
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except OSError:  # nobody has it
-        return False
-    return (
-        re.search(r"(shift\w*right|_prepare_fsmt_decoder_inputs)\(\s*(self\.config,\s*)?input_ids", source) is not None
+    classes = {type(module) for module in core.modules()}
+    forwards = {cls.forward for cls in classes if hasattr(cls, "forward")}
+    return any(
+        "decoder_input_ids" in accepted_arguments(forward) and _shifts_tokens(forward)
+        for forward in forwards
     )
 
 
+@functools.cache
+def _shifts_tokens(forward: Forward) -> bool:
+    """Tell whether a forward makes the decoder's tokens from the encoder's, according to its
+    source.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except OSError:  # no source is available
+        return False
+    call = r"(shift\w*right|_prepare_fsmt_decoder_inputs)\(\s*(self\.config,\s*)?input_ids"
+    return re.search(call, source) is not None
+
+
 def takes_besides(core: nn.Module) -> str | None:
-    """The first argument of a model that is images or sound among its tokens; None where it takes none.
+    """Return the first argument for images or sound that a model inserts among its tokens; None if
+    there is none.
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
 
     Example:
         >>> import transformers
         >>> from adapters.inputs import takes_besides
-        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10))
+        >>> model = transformers.GPT2LMHeadModel(
+        ...     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=10)
+        ... )
         >>> takes_besides(model) is None
         True
     """
     if takes(core).main is not None:
         return None
-    names = inspect.signature(_forward_of(core)).parameters
-    return next((name for name in names if name.startswith(OF_IMAGES_AND_SOUND)), None)
+    for name in inspect.signature(_forward_of(core)).parameters:
+        if name.startswith(OF_IMAGES_AND_SOUND):
+            return name
+    return None
 
 
 def gives_blocks_tokens(core: nn.Module) -> bool:
-    """Whether a model's blocks are given something of the tokens besides the stream: per-layer inputs (Gemma 3n, 4).
+    """Tell whether a model's blocks receive token data besides the stream: per-layer inputs (Gemma
+    3n, 4).
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
     """
     config = config_of(core).get_text_config()
     return bool(getattr(config, "hidden_size_per_layer_input", None))
 
 
 def text_alone(core: nn.Module) -> Kwargs:
-    """What says to a run from a layer on that its stream is of text without images or sound.
+    """Return the arguments with which a run from a later layer treats its stream as text without
+    images or sound.
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
     """
     name = takes_besides(core)
     return {} if name is None else {name: None}
 
 
 def with_stream(core: nn.Module, tokens: Tensor, more: Given) -> Kwargs:
-    """What goes with the stream of a run, in a run from a layer on.
+    """Return the arguments that accompany the stream in a run from a later layer.
 
     Args:
-        core: the model, without what wraps it.
-        tokens, more: what the run was given.
+        core: the model, without its wrappers.
+        tokens, more: the inputs of the run.
     """
     of_images = any(name.startswith(OF_IMAGES_AND_SOUND) for name in more)
     if takes(core).main is None and (of_images or gives_blocks_tokens(core)):
@@ -299,265 +358,355 @@ def with_stream(core: nn.Module, tokens: Tensor, more: Given) -> Kwargs:
 
 
 def looks_for_padding(core: nn.Module) -> bool:
-    """Whether a model looks for its padding token among its tokens, whatever mask it is given (sequence classifiers).
+    """Tell whether a model searches its tokens for padding, whatever mask is passed (sequence
+    classifiers).
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
     """
     if getattr(config_of(core), "is_encoder_decoder", False):
-        return False  # what it looks for is in the tokens of its decoder
+        return False  # it searches the tokens of its decoder
     code = getattr(inspect.unwrap(_forward_of(core)), "__code__", None)
     return code is not None and "pad_token_id" in code.co_names
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inputs that are made up: random tokens, and random images or sound of the sizes that a configuration says.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Generated inputs: random tokens, and random images or sound of the sizes in a configuration.
+# --------------------------------------------------------------------------------------------------
 
 
 class CannotBeMade(ValueError):
-    """What a model needs in addition to tokens is of no kind that can be made up; the message says what to pass."""
+    """An error for a required input that cannot be generated; the message says what to pass."""
 
 
 def arguments_of(core: nn.Module, input: Tensor, more: Given) -> Arguments:
-    """What a model is called with, by name, from what a bridge is: the input itself, and what else is given."""
+    """Return a model's arguments by name, from a bridge's: the input itself, and the
+    further ones.
+    """
     taken = takes(core)
-    name = taken.main if taken.main is not None and input.is_floating_point() else taken.tokens
-    return {name or "input_ids": input, **more}
+    name: str = taken.tokens or "input_ids"
+    if taken.main is not None and input.is_floating_point():
+        name = taken.main
+    return {name: input, **more}
 
 
 def split(core: nn.Module, arguments: Given) -> tuple[Tensor, Arguments]:
-    """The other way: the input of a run, and what it is given besides.
+    """Split a model's arguments into the input of a run and the further ones: the inverse of
+    `arguments_of`.
 
     Raises:
-        CannotBeMade: nothing of it is the input.
+        CannotBeMade: none of them is the input.
     """
-    taken, more = takes(core), dict(arguments)
-    for name in (taken.main, "input_values", "input_features", "pixel_values") if taken.main else ("input_ids",):
-        if name is not None and name in more:
+    main = takes(core).main
+    names = (main, "input_values", "input_features", "pixel_values") if main else ("input_ids",)
+    more = dict(arguments)
+    for name in names:
+        if name in more:
             return more.pop(name), more
-    raise CannotBeMade(f"there is no {taken.main or 'input_ids'} among {', '.join(arguments) or 'nothing'}")
+    raise CannotBeMade(f"there is no {names[0]} among {', '.join(arguments) or 'nothing'}")
 
 
-def repeated(given: Given, times: int) -> Arguments:
-    """The same rows several times: of what has no rows, as patches of images one after another, likewise."""
-    return {name: x.repeat(times, *(1 for _ in x.shape[1:])) if x.ndim else x for name, x in given.items()}
+def repeated(inputs: Given, times: int) -> Arguments:
+    """Repeat the rows of some inputs; inputs without rows, such as concatenated patches of images,
+    are repeated, too.
+    """
+    arguments = {}
+    for name, x in inputs.items():
+        arguments[name] = x.repeat(times, *[1] * (x.ndim - 1)) if x.ndim else x
+    return arguments
 
 
 def sample_inputs(model: nn.Module, inputs: Given | None = None) -> Arguments:
-    """A few tokens: three rows of eleven, numbers that are unlikely to be a model's number of heads; and what it needs.
+    """Generate inputs: three rows of eleven tokens (numbers unlikely to equal a model's number of
+    heads), and whatever else the model needs.
 
     Args:
         model: the model.
-        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
+        inputs: images or sound that it needs, by the names of its own arguments; None: generated.
 
     Raises:
-        CannotBeMade: it has no weights to run, or needs something that cannot be made up.
+        CannotBeMade: it has no weights to run, or needs an input that cannot be generated.
     """
     parameter = next(model.parameters(), None)
     device = None if parameter is None else input_device(model)
     if device is None or device.type == "meta":
         raise CannotBeMade("it has no weights, and what plays which part is found in a run")
     config = config_of(model)
-    core = core_of(model)
-    vocabulary = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", None)
-    vocabulary = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
+    vocabulary = getattr(config, "vocab_size", None)
+    if not vocabulary:
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    size = 4 if vocabulary is None else int(vocabulary)  # of images or sound alone
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(3, vocabulary - 1), vocabulary, (3, 11), generator=generator)
-    tokens = tokens.to(device)
-    return with_required_inputs(core, tokens, bool(getattr(config, "is_encoder_decoder", False)), inputs)
+    tokens = torch.randint(min(3, size - 1), size, (3, 11), generator=generator, device="cpu")
+    decodes = bool(getattr(config, "is_encoder_decoder", False))
+    return with_required_inputs(core_of(model), tokens.to(device), decodes, inputs)
 
 
-def with_required_inputs(core: nn.Module, tokens: Tensor, decodes: bool, given: Given | None = None) -> Arguments:
-    """All that a model takes, by the names of its arguments: tokens, and what it cannot run without.
+def with_required_inputs(
+    core: nn.Module, tokens: Tensor, decodes: bool, inputs: Given | None = None
+) -> Arguments:
+    """Return a model's arguments by name: tokens, and all required inputs.
 
-    A decoder of its own is given a shorter text, so that its shapes are not the encoder's.
+    A separate decoder gets a shorter text, so that its shapes differ from the encoder's.
 
     Args:
-        core: the model, without what wraps it.
+        core: the model, without its wrappers.
         tokens: ``[batch, pos]``.
         decodes: the model has an encoder and a decoder.
-        given: images, sound, and what goes with them, also tokens; of fewer rows, they are repeated. None: made up.
+        inputs: images, sound, and what accompanies them, also tokens; fewer rows are repeated.
+            None: generated.
 
     Raises:
-        CannotBeMade: it needs something of a kind that cannot be made up.
+        CannotBeMade: it needs an input of a kind that cannot be generated.
     """
-    taken, made = takes(core), dict(given or {})
-    if "input_ids" in made or (taken.main in made and taken.tokens in (None, *made)):
-        rows = next(x for name in ("input_ids", taken.main) if name and (x := made.get(name)) is not None).shape[0]
-        return repeated(made, -(-tokens.shape[0] // rows))
-    if taken.main is not None:
-        made, tokens = _with_rows(made or _made(core, (taken.main,), tokens), tokens)
-        return made if taken.tokens is None else {**made, taken.tokens: tokens[:, :-4].contiguous()}
-    made, tokens = _with_rows(made, tokens) if made else (_required_inputs(core, tokens), tokens)
-    tokens = made.pop("input_ids", tokens)
+    taken = takes(core)
+    arguments = dict(inputs or {})
+    main = taken.main or ""
+    if "input_ids" in arguments or (main in arguments and taken.tokens in (None, *arguments)):
+        counted = arguments["input_ids" if "input_ids" in arguments else main]
+        return repeated(arguments, -(-tokens.shape[0] // counted.shape[0]))
+    if main:
+        arguments, tokens = _with_rows(arguments or _made(core, (main,), tokens), tokens)
+        if taken.tokens is not None:
+            arguments[taken.tokens] = tokens[:, :-4].contiguous()
+        return arguments
+    if arguments:
+        arguments, tokens = _with_rows(arguments, tokens)
+    else:
+        arguments = _required_inputs(core, tokens)
+        tokens = arguments.pop("input_ids", tokens)
+    decoder_tokens = tokens[:, :-4].contiguous()
+    if decodes and _reads_the_end(core):
+        tokens = _ending_once(tokens, config_of(core).eos_token_id)
+        decoder_tokens = tokens.roll(1, 1)
     if decodes:
-        made.setdefault("decoder_input_ids", tokens[:, :-4].contiguous())
-    return {"input_ids": tokens, **made}
+        arguments.setdefault("decoder_input_ids", decoder_tokens)
+    return {"input_ids": tokens, **arguments}
 
 
-def _with_rows(given: Given, tokens: Tensor) -> tuple[Arguments, Tensor]:
-    """As many rows of what is given as there are of tokens, or of these a few more."""
-    rows = next(iter(given.values())).shape[0]
-    times = -(-tokens.shape[0] // rows)
-    return repeated(given, times), tokens.repeat(-(-rows * times // tokens.shape[0]), 1)[: rows * times]
+def _reads_the_end(core: nn.Module) -> bool:
+    """Tell whether a classifier reads its decoder at the position where the encoder's text ends
+    (BART, T5): both texts then need the same length.
+    """
+    return "eos_mask" in inspect.unwrap(type(core).forward).__code__.co_varnames
+
+
+def _ending_once(tokens: Tensor, end: int) -> Tensor:
+    """Return tokens in which only the last one of each row is the end token."""
+    tokens = tokens.masked_fill(tokens == end, (end + 1) % 7 + 3)
+    tokens[:, -1] = end
+    return tokens
+
+
+def _with_rows(inputs: Given, tokens: Tensor) -> tuple[Arguments, Tensor]:
+    """Match the number of rows of some inputs and of the tokens, by repeating rows of either."""
+    rows = next(iter(inputs.values())).shape[0]
+    n_texts = tokens.shape[0]
+    times = -(-n_texts // rows)
+    total = rows * times
+    texts = tokens.repeat(-(-total // n_texts), 1)
+    return repeated(inputs, times), texts[:total]
 
 
 def _required_inputs(core: nn.Module, tokens: Tensor) -> Arguments:
-    """What a model needs in addition to its tokens, and these with places for images in them, where it has such."""
-    config, needed = config_of(core), takes(core).needed
-    also = _NEEDED_TOO.get(config.model_type, ())
-    made = _made(core, (*needed, *also), tokens) if needed or also else {}
+    """Generate the required inputs besides tokens. Return them with the tokens, in which the
+    positions of images are marked if the model needs that.
+    """
+    config = config_of(core)
+    needed = (*takes(core).needed, *_NEEDED_TOO.get(config.model_type, ()))
+    inputs = _made(core, needed, tokens) if needed else {}
     token, count = _places(config)
-    if "pixel_values" in made and token is not None:
+    if "pixel_values" in inputs and token is not None:
         tokens = tokens.masked_fill(tokens == token, (token + 1) % 7 + 1)
         row = torch.full((tokens.shape[0], count), token, device=tokens.device)
-        made["input_ids"] = torch.cat([tokens[:, :1], row, tokens[:, 1:]], 1)
-    return made
+        inputs["input_ids"] = torch.cat([tokens[:, :1], row, tokens[:, 1:]], 1)
+    return inputs
 
 
 def _made(core: nn.Module, names: tuple[str, ...], tokens: Tensor) -> Arguments:
-    config = config_of(core)
+    sample = _Sample(config_of(core), tokens)
     like = next(p for p in core.parameters() if p.is_floating_point())
-    generator = torch.Generator().manual_seed(0)
-    made: Arguments = {}
+    inputs: Arguments = {}
     for name in names:
-        make = _OF_TYPE.get((config.model_type, name)) or _MAKERS.get(name)
-        x = None if make is None else make(config, tokens, generator)
+        make = _OF_TYPE.get((sample.config.model_type, name)) or _MAKERS.get(name)
+        x = make(sample) if make else None
         if x is None:
             raise CannotBeMade(
-                f"{type(core).__name__} needs {name}, and none can be made up: pass inputs={{{name!r}: ...}}"
+                f"{type(core).__name__} needs {name}, and none can be made up: pass"
+                f" inputs={{{name!r}: ...}}"
             )
-        made[name] = x.to(like) if x.is_floating_point() else x.to(like.device)
-    return made
+        inputs[name] = x.to(like) if x.is_floating_point() else x.to(like.device)
+    return inputs
 
 
-Make = Callable[[PreTrainedConfig, Tensor, torch.Generator], Tensor | None]
+class _Sample:
+    """A generator of random inputs for each row of tokens, with the sizes given by a configuration.
+    Its methods return None if the configuration lacks a size.
+    """
 
+    def __init__(self, config: PreTrainedConfig, tokens: Tensor) -> None:
+        self.config = config
+        self.tokens = tokens
+        self.rows = tokens.shape[0]
+        self.generator = torch.Generator().manual_seed(0)
 
-def _image(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, channel, height, width]``."""
-    inner = (getattr(config, "vision_config", None), getattr(config, "encoder", None))
-    for each in (*(each for each in inner if isinstance(each, PreTrainedConfig)), config):
-        size = getattr(each, "image_size", None)
-        if size is not None:
-            height, width = size if isinstance(size, list | tuple) else (size, size)
-            channels = first(each, "num_channels", "in_channels", "in_chans") or 3
-            return torch.randn(tokens.shape[0], channels, height, width, generator=generator)
-    return None
+    def noise(self, *sizes: Any) -> Tensor:
+        """Generate random numbers of a shape for each row."""
+        return torch.randn(self.rows, *sizes, generator=self.generator, device="cpu")
 
-
-def _of_image(change: Callable[[Tensor], Tensor]) -> Make:
-    """What is made of an image in each row."""
-    return lambda *given: None if (image := _image(*given)) is None else change(image)
-
-
-def _tiles_in(config: PreTrainedConfig) -> int:
-    return int(config.vision_config.max_num_tiles)
-
-
-def _tiles(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """``[batch, image, tile, channel, height, width]`` (Mllama), one image of all tiles in each row."""
-    tiles = [x for _ in range(_tiles_in(config)) if (x := _image(config, tokens, generator)) is not None]
-    return torch.stack(tiles, 1).unsqueeze(1) if tiles else None
-
-
-def _ones(shape: Callable[[PreTrainedConfig, Tensor], tuple[int, ...]]) -> Make:
-    """A one at each place of a shape: all of them are there, or may be attended to."""
-    return lambda config, tokens, generator: torch.ones(shape(config, tokens), dtype=torch.long)
-
-
-def _noise(shape: Callable[[PreTrainedConfig, Tensor], tuple[Any, ...]]) -> Make:
-    """Random numbers in a shape for each row; None where the configuration does not say one of its sizes."""
-
-    def make(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-        sizes = shape(config, tokens)
-        return None if None in sizes else torch.randn(tokens.shape[0], *sizes, generator=generator)
-
-    return make
-
-
-def _spectrogram(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Of Whisper ``[batch, mel, frame]``, of others ``[batch, frame, mel]``."""
-    mels, frames = first(config, "num_mel_bins"), first(config, "max_source_positions")
-    if mels is not None and frames is not None:
-        return torch.randn(tokens.shape[0], mels, 2 * frames, generator=generator)
-    mels = first(config, "input_feat_per_channel", "feature_projection_input_dim")
-    return None if mels is None else torch.randn(tokens.shape[0], 104, mels, generator=generator)
-
-
-def _waveform(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """A tone in noise, ``[batch, sample]``: half a second at 16 kHz."""
-    tone = (torch.arange(8000) * 0.17).sin()
-    return tone + 0.3 * torch.randn(tokens.shape[0], 8000, generator=generator)
-
-
-def _flat_patches(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """A grid of three by three patches, each with its row and column before its pixels (Pix2Struct)."""
-    vision = getattr(config, "vision_config", config)
-    width = first(vision, "patch_embed_hidden_size")
-    if width is None:
+    def image(self) -> Tensor | None:
+        """Generate images, ``[batch, channel, height, width]``."""
+        names = ("vision_config", "encoder")
+        inner: list[Any] = [getattr(self.config, name, None) for name in names]
+        for config in (*inner, self.config):
+            size = getattr(config, "image_size", None)
+            if size is not None:
+                height, width = size if isinstance(size, list | tuple) else (size, size)
+                channels = first(config, "num_channels", "in_channels", "in_chans") or 3
+                return self.noise(channels, height, width)
         return None
-    pixels = torch.randn(tokens.shape[0], 9, width, generator=generator)
-    grid = torch.cartesian_prod(torch.arange(1.0, 4.0), torch.arange(1.0, 4.0))
-    return torch.cat([grid.expand(tokens.shape[0], 9, 2), pixels], -1)
+
+    def video(self) -> Tensor | None:
+        """Generate videos, ``[batch, frame, channel, height, width]``."""
+        frames = first(self.config, "num_frames", "frames_per_clip")
+        size = first(self.config, "image_size", "crop_size")
+        if frames is None or size is None:
+            return None
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = first(self.config, "num_channels", "in_chans") or 3
+        return self.noise(frames, channels, height, width)
+
+    def one_image(self) -> Tensor | None:
+        """Generate ``[batch, image, channel, height, width]``, one image in each row."""
+        image = self.image()
+        return None if image is None else image.unsqueeze(1)
+
+    def frames(self) -> Tensor | None:
+        """Generate ``[batch, frame, channel, height, width]``, four frames in each row."""
+        image = self.image()
+        if image is None:
+            return None
+        return torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
+
+    @property
+    def n_tiles(self) -> int:
+        """Return the number of tiles of an image (Mllama)."""
+        return self.config.vision_config.max_num_tiles
+
+    def tiles(self) -> Tensor | None:
+        """Generate ``[batch, image, tile, channel, height, width]``, one image of all tiles in each
+        row.
+        """
+        tiles = [tile for _ in range(self.n_tiles) if (tile := self.image()) is not None]
+        return torch.stack(tiles, 1).unsqueeze(1) if tiles else None
+
+    def spectrogram(self) -> Tensor | None:
+        """Generate a spectrogram: for Whisper ``[batch, mel, frame]``, otherwise ``[batch, frame,
+        mel]``.
+        """
+        mels = first(self.config, "num_mel_bins")
+        frames = first(self.config, "max_source_positions")
+        if mels is not None and frames is not None:
+            return self.noise(mels, 2 * frames)
+        return self.frames_of_sound("input_feat_per_channel", "feature_projection_input_dim")
+
+    def frames_of_sound(self, *widths: str) -> Tensor | None:
+        """Generate ``[batch, frame, mel]``, with the width that the configuration has under one of
+        these names.
+        """
+        width = first(self.config, *widths)
+        return None if width is None else self.noise(104, width)
+
+    def waveform(self) -> Tensor | None:
+        """Generate a tone in noise, ``[batch, sample]``: half a second at 16 kHz."""
+        tone = (torch.arange(8000, device="cpu") * 0.17).sin()
+        return tone + 0.3 * self.noise(8000)
+
+    def flat_patches(self) -> Tensor | None:
+        """Generate a grid of three by three patches, each with its row and column before its pixels
+        (Pix2Struct).
+        """
+        vision: Any = getattr(self.config, "vision_config", self.config)
+        width = first(vision, "patch_embed_hidden_size")
+        if width is None:
+            return None
+        side = torch.arange(1.0, 4.0, device="cpu")
+        grid = torch.cartesian_prod(side, side)
+        return torch.cat([grid.expand(self.rows, 9, 2), self.noise(9, width)], -1)
+
+    def boxes(self) -> Tensor | None:
+        """Generate the position of each token on its page, ``[batch, pos, 4]``: left, top, right,
+        bottom.
+        """
+        shape = (*self.tokens.shape, 2)
+        corner = torch.rand(shape, generator=self.generator, device="cpu") * 0.7
+        size = torch.rand(shape, generator=self.generator, device="cpu") * 0.3
+        return torch.cat([corner, corner + size], -1)
+
+    def other_tokens(self) -> Tensor | None:
+        """Generate tokens of another vocabulary (InstructBLIP)."""
+        n = first(self.config.qformer_config, "vocab_size")
+        if not n:
+            return None
+        return torch.randint(0, n, (self.rows, 5), generator=self.generator, device="cpu")
+
+    def image_places(self) -> Tensor | None:
+        """Generate a mask of the places that an image takes (Kosmos 2): those after the first."""
+        places = torch.zeros(self.tokens.shape, dtype=torch.long, device="cpu")
+        places[:, 1 : 1 + self.config.latent_query_num] = 1
+        return places
+
+    def filter_banks(self) -> Tensor | None:
+        """Generate ``[batch, frame, mel]``, of the length that a model expects."""
+        length = first(self.config, "max_length")
+        mels = first(self.config, "num_mel_bins")
+        return None if None in (length, mels) else self.noise(length, mels)
+
+    def frames_for_tokens(self) -> Tensor | None:
+        """Generate ``[batch, mel, frame]``: a few frames for each token, which the model adds to
+        its embedding."""
+        mels = first(self.config.audio_config, "num_mel_bins")
+        frames = 2 * self.config.downsample_factor * self.tokens.shape[1]
+        return None if mels is None else self.noise(mels, frames)
 
 
-def _boxes(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Where each token stands on its page, ``[batch, pos, 4]``: left, top, right, bottom."""
-    corner = torch.rand(*tokens.shape, 2, generator=generator) * 0.7
-    return torch.cat([corner, corner + torch.rand(*tokens.shape, 2, generator=generator) * 0.3], -1)
+def _ones(*shape: int) -> Tensor:
+    """Return a mask of ones: all places are present, or may be attended to."""
+    return torch.ones(shape, dtype=torch.long, device="cpu")
 
 
-def _other_tokens(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    rows = first(config.qformer_config, "vocab_size")
-    return torch.randint(0, rows, (tokens.shape[0], 5), generator=generator) if rows else None
-
-
-def _image_places(config: PreTrainedConfig, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Which places an image takes (Kosmos 2): those behind the first."""
-    places = torch.zeros(tokens.shape, dtype=torch.long)
-    places[:, 1 : 1 + config.latent_query_num] = 1
-    return places
-
-
+Make = Callable[[_Sample], Tensor | None]
 _MAKERS: Mapping[str, Make] = {
-    "pixel_values": _image,
-    "input_features": _spectrogram,
-    "input_values": _waveform,
-    "flattened_patches": _flat_patches,
-    "bbox": _boxes,
-    "qformer_input_ids": _other_tokens,
-    "image_attention_mask": _ones(lambda config, tokens: (*tokens.shape, 1)),
-    "image_embeds_position_mask": _image_places,
+    "pixel_values": _Sample.image,
+    "input_features": _Sample.spectrogram,
+    "input_values": _Sample.waveform,
+    "flattened_patches": _Sample.flat_patches,
+    "bbox": _Sample.boxes,
+    "qformer_input_ids": _Sample.other_tokens,
+    "image_attention_mask": lambda sample: _ones(*sample.tokens.shape, 1),
+    "image_embeds_position_mask": _Sample.image_places,
 }
-#: Model types whose argument of that name is something else.
+#: Model types for which an argument of that name has another form.
 _OF_TYPE: Mapping[tuple[str, str], Make] = {
-    ("audio-spectrogram-transformer", "input_values"): _noise(
-        lambda config, tokens: (first(config, "max_length"), first(config, "num_mel_bins"))
+    ("audio-spectrogram-transformer", "input_values"): _Sample.filter_banks,
+    ("speech_to_text", "input_features"): lambda sample: sample.frames_of_sound(
+        "input_feat_per_channel", "num_mel_bins"
     ),
-    ("speech_to_text", "input_features"): _noise(
-        lambda config, tokens: (104, first(config, "input_feat_per_channel", "num_mel_bins"))
+    ("voxtral_realtime", "input_features"): _Sample.frames_for_tokens,
+    ("idefics", "pixel_values"): _Sample.one_image,
+    ("mllama", "pixel_values"): _Sample.tiles,
+    ("mllama", "aspect_ratio_ids"): lambda sample: _ones(sample.rows, 1),
+    ("mllama", "aspect_ratio_mask"): lambda sample: _ones(sample.rows, 1, sample.n_tiles),
+    ("mllama", "cross_attention_mask"): lambda sample: _ones(
+        *sample.tokens.shape, 1, sample.n_tiles
     ),
-    # A few frames for each token, which are added to it.
-    ("voxtral_realtime", "input_features"): _noise(
-        lambda config, tokens: (
-            first(config.audio_config, "num_mel_bins"),
-            2 * config.downsample_factor * tokens.shape[1],
-        )
-    ),
-    # [batch, image, channel, height, width], one image in each row.
-    ("idefics", "pixel_values"): _of_image(lambda image: image.unsqueeze(1)),
-    ("mllama", "pixel_values"): _tiles,
-    ("mllama", "aspect_ratio_ids"): _ones(lambda config, tokens: (len(tokens), 1)),
-    ("mllama", "aspect_ratio_mask"): _ones(lambda config, tokens: (len(tokens), 1, _tiles_in(config))),
-    ("mllama", "cross_attention_mask"): _ones(lambda config, tokens: (*tokens.shape, 1, _tiles_in(config))),
-    # [batch, frame, channel, height, width], four frames in each row.
-    ("instructblipvideo", "pixel_values"): _of_image(
-        lambda image: torch.stack([image, image.flip(0), -image, image.flip(-1)], 1)
-    ),
+    ("instructblipvideo", "pixel_values"): _Sample.frames,
+    ("videomae", "pixel_values"): _Sample.video,
+    ("timesformer", "pixel_values"): _Sample.video,
+    ("vivit", "pixel_values"): _Sample.video,
+    ("vjepa2", "pixel_values_videos"): _Sample.video,
 }
-#: What else models need that their forward can be called without.
+#: Inputs that models need although their forward can be called without.
 _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
     "idefics": ("pixel_values", "image_attention_mask"),
     "kosmos-2": ("pixel_values", "image_embeds_position_mask"),
@@ -568,7 +717,9 @@ _NEEDED_TOO: Mapping[str, tuple[str, ...]] = {
 
 
 def _places(config: PreTrainedConfig) -> tuple[int | None, int]:
-    """The token that stands where an image does, and how many of them, where tokens are to hold them."""
+    """Return the token that marks an image's positions, and the number of such tokens per image, if
+    tokens mark images.
+    """
     if config.model_type in ("blip-2", "instructblip"):
         return first(config, "image_token_index"), config.num_query_tokens
     if config.model_type == "instructblipvideo":
@@ -576,44 +727,53 @@ def _places(config: PreTrainedConfig) -> tuple[int | None, int]:
     return None, 0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where images, or sound, stand among the tokens.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The places of images, or sound, among the tokens.
+# --------------------------------------------------------------------------------------------------
 
 
 def others_of(arguments: Given) -> Arguments:
-    """Other images, or another sound, in the place of what is given."""
+    """Replace images or sound by different random ones."""
     return {name: x.flip(-1) * -1.5 for name, x in arguments.items() if x.is_floating_point()}
 
 
 def unchanged(before: Tensor, after: Tensor) -> Tensor | None:
-    """The places at which two streams are the same, ``[batch, pos]``; None where that says nothing.
+    """Return the positions at which two streams are equal, ``[batch, pos]``; None if the comparison
+    is not informative.
 
     Args:
         before, after: ``[batch, pos, d_model]``, of runs with different images.
     """
     same = (before == after).all(-1)
-    return None if bool(same.all()) or not bool(same.any()) else same
+    if same.all() or not same.any():
+        return None
+    return same
 
 
-def text_places(model: nn.Module, arguments: Given, first: nn.Module, stream: Tensor) -> Tensor | None:
-    """The places whose first stream images have no part in, ``[batch, pos]``; None where all, or none, are such.
+def text_places(
+    model: nn.Module, arguments: Given, first: nn.Module, stream: Tensor
+) -> Tensor | None:
+    """Return the positions at which the first stream does not depend on images, ``[batch, pos]``;
+    None if that is all of them or none.
 
     Args:
         model: a Hugging Face model.
-        arguments: what it was run on.
+        arguments: the inputs of the run.
         first: the first block.
-        stream: what entered it in that run.
+        stream: the input of that block in that run.
     """
     others = others_of(arguments)
     if not others:
         return None
-    seen: list[Tensor] = []
+    streams: list[Tensor] = []
     name = next(iter(argument_names(first)), "")
 
     def enters(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        seen.append((args[0] if args else kwargs[name]).detach().clone())
+        entered = args[0] if args else kwargs[name]
+        streams.append(entered.detach().clone())
 
     with torch.no_grad(), first.register_forward_pre_hook(enters, with_kwargs=True):
         model(**{**arguments, **others})
-    return unchanged(stream, seen[0]) if len(seen) == 1 and seen[0].shape == stream.shape else None
+    if len(streams) != 1 or streams[0].shape != stream.shape:
+        return None
+    return unchanged(stream, streams[0])

@@ -1,4 +1,4 @@
-"""What a projection does head by head, from its weights where it is a plain linear layer, by asking it where not."""
+"""Projections head by head: from the weights of a plain linear layer, else by calling the layer."""
 
 from __future__ import annotations
 
@@ -12,58 +12,81 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from adapters.views import Call, View
+from adapters.views.values import is_readable
+
+
+class ReplacesForward:
+    """A callable that replaces a module's forward, so that the library can watch the module or
+    replace part of its computation. The layer's weight keeps the meaning that its class gives it.
+
+    Attributes:
+        original: the forward that it replaced.
+    """
+
+    original: Callable[..., Any]
+
+
+class OpaqueLayerError(TypeError):
+    """An error for a weight, a bias or a head's result that a layer does not have: it is quantised,
+    wrapped by adapters, or its forward is replaced.
+    """
 
 
 class Turned(torch.autograd.Function):
-    """What a function makes of a tensor, whose gradient another makes: ``Turned.apply(x, there, back)``.
-
-    A graph keeps nothing of it but what the two functions hold.
+    """A function whose gradient is given by another function: ``Turned.apply(x, turn, back)``.
+    Autograd's graph keeps only the two functions and what they reference.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor | None]
+        ctx: Any,
+        x: Tensor,
+        turn: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor | None],
     ) -> Tensor:
         ctx.back = back
-        return there(x)
+        return turn(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.back(gradients[0]), None, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Parameters that are elsewhere until they are needed (`accelerate`, `DTensor`), and where a model's input goes.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Parameters that are elsewhere until they are needed (`accelerate`, `DTensor`), and the device of a
+# model's input.
+# --------------------------------------------------------------------------------------------------
 
 
 def materialized(module: nn.Module, name: str) -> Any:
-    """A module's parameter, or what else it has under the name; None where it has nothing.
+    """Return a module's parameter, or other attribute, of that name; None if it has none.
 
-    Where `accelerate` has put the values elsewhere (``device_map``, ``cpu_offload``), they are fetched from there:
-    those on the CPU are the model's own, so that an edit of them is an edit of the model; those on disk are read anew.
-    One that is spread over processes is put together, a copy: all of them have to ask for it.
+    Values that `accelerate` has offloaded (``device_map``, ``cpu_offload``) are fetched: values on
+    the CPU are the model's own, so editing them edits the model; values on disk are read again. A
+    parameter that is sharded over processes is gathered into a copy: all processes have to call
+    this.
     """
-    found = getattr(module, name, None)
-    if isinstance(found, DTensor):
-        return whole(found)
-    if isinstance(found, Tensor) and found.is_meta:
+    parameter = getattr(module, name, None)
+    if isinstance(parameter, DTensor):
+        return whole(parameter)
+    if isinstance(parameter, Tensor) and parameter.is_meta:
         for hook in _hooks(module):
             values = getattr(hook, "weights_map", None)
             if values is not None and name in values:
-                value: Tensor = values[name]
                 device = hook.execution_device
-                return value if device is None else value.to(device)
-    return found
+                return values[name] if device is None else values[name].to(device)
+    return parameter
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter, put together where it is spread over processes, all of which have to ask for it."""
+    """Return a parameter, gathered if it is sharded over processes; all of them have to call
+    this."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model's input goes: where its weights are, or where accelerate brings them when they are needed.
+    """Return the device of a model's input: the device of its weights, or the one to which
+    accelerate moves them.
 
     Raises:
         StopIteration: it has no parameters.
@@ -81,153 +104,236 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Whether a model can be run: its weights are somewhere."""
+    """Tell whether a model can be run: its weights exist somewhere."""
     return next(model.parameters(), None) is not None and input_device(model).type != "meta"
 
 
 def _first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """The first of a model's parameters. (`Module.parameters` takes ten times as long, in every run.)"""
+    """Return the first of a model's parameters. (`Module.parameters` takes ten times as long, in
+    every run.)
+    """
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        if child is not None and (found := _first_parameter(child)) is not None:
-            return found
+        if child is not None and (parameter := _first_parameter(child)) is not None:
+            return parameter
     return None
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """The hooks of accelerate on a module: it has one, which may be several in turn."""
+    """Yield accelerate's hooks on a module, which holds one hook or a sequence of them."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         yield from getattr(hook, "hooks", (hook,))
 
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
-#: Subclasses of torch's layer that compute the same function, in another order of rounding.
+#: Subclasses of torch's layer that compute the same function, with another rounding order.
 _SAME = (
     "transformers.models.falcon.modeling_falcon.FalconLinear",
-    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear", "adapters.multihead.InProjection",
-)  # fmt: skip
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",
+    "adapters.multihead.InProjection",
+)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is torch's linear layer, or computes the same function of a weight and a bias of these names."""
+    """Tell whether a module is torch's linear layer, or computes the same function of its `weight`
+    and `bias`.
+    """
     kind = type(module)
-    return kind is nn.Linear or f"{kind.__module__}.{kind.__qualname__}" in _SAME
+    is_known = kind is nn.Linear or f"{kind.__module__}.{kind.__qualname__}" in _SAME
+    return is_known and runs_its_class(module)
+
+
+def runs_its_class(module: nn.Module) -> bool:
+    """Tell whether a module runs its class's forward. compressed-tensors, for example, replaces it
+    on the instance. (Accelerate's replacement calls the class's forward.)
+    """
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ReplacesForward):
+        forward = forward.original
+    if forward is None or getattr(forward, "__func__", None) is type(module).forward:
+        return True
+    forward = getattr(forward, "func", forward)
+    if getattr(forward, "__module__", "").startswith("transformers."):
+        return True  # of a module whose parts several processes have
+    original = module.__dict__.get("_old_forward")
+    return getattr(original, "__func__", None) is type(module).forward
 
 
 def weight_in_out(module: nn.Module) -> Tensor | None:
-    """The weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything else (LoRA, quantised)."""
-    if type(module) is not Conv1D and not is_linear(module):
+    """Return the weight of a plain linear layer as ``[d_in, d_out]``, a view; None for anything
+    else (LoRA, quantised).
+    """
+    is_conv = type(module) is Conv1D and runs_its_class(module)
+    if not is_conv and not is_linear(module):
         return None
     weight: Tensor = materialized(module, "weight")
     if type(weight) not in _PLAIN:
-        return None  # a subclass may compute anything: torchao's quantised weights, weights spread over devices
+        # A subclass may compute anything: torchao's quantised weights, weights spread over devices.
+        return None
     return weight if type(module) is Conv1D else weight.T
 
 
-def _asked(module: nn.Module, x: Tensor, told: Mapping[str, Any]) -> Tensor:
-    """What a projection makes of each copy of its rows, told what it was told of each row: PEFT's adapters of rows.
+def _projected(module: nn.Module, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Compute a projection for each copy of its rows, with the keyword arguments of its call
+    (PEFT's per-row adapters).
 
     Args:
         module: the projection.
         x: ``[batch, copy, pos, d_in]``.
-        told: what it was called with beside its input, by name.
+        arguments: the keyword arguments of its call besides its input.
     """
     rows, copies = x.shape[:2]
 
     def of_copies(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.repeat_interleave(copies, 0) if value.ndim and len(value) == rows else value
-        several = isinstance(value, list | tuple) and len(value) == rows
-        return [entry for entry in value for _ in range(copies)] if several else value
+        if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+            return value.repeat_interleave(copies, 0)
+        if isinstance(value, list | tuple) and len(value) == rows:
+            return [entry for entry in value for _ in range(copies)]
+        return value
 
-    more = {name: of_copies(value) for name, value in told.items()}
-    return module.forward(x.flatten(0, 1), **more).unflatten(0, (rows, copies))
+    more = {name: of_copies(value) for name, value in arguments.items()}
+    return module.forward(x.flatten(0, 1).contiguous(), **more).unflatten(0, (rows, copies))
 
 
-def bias_of(module: nn.Module, like: Tensor, told: Mapping[str, Any] | None = None) -> Tensor:
-    """What the projection gives for an input of zeros: its bias.
+def bias_of(module: nn.Module, like: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
+    """Return the output of a projection for an input of zeros: its bias.
 
     Args:
         module: the projection.
         like: a tensor ``[batch, pos, d_in]`` of the right width, type and device.
-        told: what it is called with beside its input, where rows have adapters of their own.
+        arguments: the keyword arguments of its call besides its input, for adapters that differ
+            between rows.
     """
     weight = weight_in_out(module)
     if weight is not None:
-        bias: Tensor | None = materialized(module, "bias")
+        bias = materialized(module, "bias")
         return weight.new_zeros(weight.shape[1]) if bias is None else bias
-    if told:
-        return _asked(module, torch.zeros_like(like)[:, None], told)[:, 0]
-    return module.forward(torch.zeros_like(like[:1, :1]))
+    if arguments:
+        return _projected(module, torch.zeros_like(like)[:, None], arguments)[:, 0]
+    output: Tensor = module.forward(torch.zeros_like(like[:1, :1]))
+    if is_readable(output) and not output.isfinite().all():
+        raise OpaqueLayerError(
+            f"the bias of a {type(module).__name__} is not available: it gives no number for an"
+            " input of zeros, for it scales its input as it comes"
+        )
+    return output
 
 
 def adapted_bias(module: nn.Module, bias: Tensor | None, like: Tensor) -> Tensor | None:
-    """The bias of a projection that PEFT may have put adapters around, which may add biases of their own, or scale it.
+    """Return the bias of a projection that may compute it: inside PEFT's adapters, which may add
+    biases of their own, or scale it; of a class of its own; with a replaced forward.
 
     Args:
         module: the projection.
-        bias: that of what is inside of the adapters; None: it has none.
+        bias: its parameter; None: it has none.
         like: a tensor of the right type and device.
 
     Returns:
-        `bias` itself where the adapters leave it as it is.
+        `bias` itself where the layer adds it unchanged.
+
+    Raises:
+        TypeError: its output for an input of zeros cannot be computed.
     """
-    if not hasattr(module, "base_layer"):
+    width = getattr(module, "in_features", getattr(module, "nx", None))
+    if weight_in_out(module) is not None:
         return bias
-    given: Tensor = module.forward(like.new_zeros(1, cast(int, module.in_features)))[0]
-    unchanged = not bool(given.any()) if bias is None else torch.equal(given, bias)
-    return bias if unchanged else given
+    if width is None:
+        raise TypeError(
+            f"the bias of a {type(module).__name__} is not available: it does not say how wide its"
+            " input is"
+        )
+    output: Tensor = module.forward(like.new_zeros(1, cast(int, width)))[0]
+    if not is_readable(output) or not output.isfinite().all():
+        return bias  # it scales its input as it comes
+    if bias is None:
+        return output if output.any() else None
+    return bias if torch.equal(output, bias) else output
 
 
-def head_results(module: nn.Module, z: Tensor, told: Mapping[str, Any] | None = None) -> Tensor:
-    """Each head's contribution to the output projection, without the bias.
+def head_results(
+    module: nn.Module, z: Tensor, arguments: Mapping[str, Any] | None = None
+) -> Tensor:
+    """Compute each head's contribution to the output projection, without the bias.
 
     Args:
         module: the output projection, ``(head d_head) -> d_model``.
         z: ``[batch, pos, head, d_head]``.
-        told: what it is called with beside its input, where rows have adapters of their own.
+        arguments: the keyword arguments of its call besides its input, for adapters that differ
+            between rows.
 
     Returns:
         ``[batch, pos, head, d_model]``.
 
     Raises:
-        TypeError: of a layer that is not plain, they do not sum to its output.
+        OpaqueLayerError: the layer is not plain linear, so the contributions do not sum to its
+            output.
     """
     n_heads, d_head = z.shape[-2:]
     weight = weight_in_out(module)
     if weight is not None:
         return torch.einsum("bphd,hdm->bphm", z, weight.view(n_heads, d_head, -1))
     own = torch.eye(n_heads, dtype=z.dtype, device=z.device)
-    whole, told = z.flatten(2)[:, None], told or {}
-    spread = torch.einsum("bphd,hg->bgphd", z, own).flatten(-2)
-    bias, *made = _asked(module, torch.cat([torch.zeros_like(whole), whole, spread], 1), told).unbind(1)
-    results = torch.stack(made[1:], 2) - bias[:, :, None]
-    _check_sum(module, results, made[0] - bias)
+    single_heads = torch.einsum("bphd,hg->bgphd", z, own).flatten(-2)
+    all_heads = z.flatten(2)[:, None]
+    inputs = torch.cat([torch.zeros_like(all_heads), all_heads, single_heads], 1)
+    bias, together, *outputs = _projected(module, inputs, arguments or {}).unbind(1)
+    results = torch.stack(outputs, 2) - bias[:, :, None]
+    if hasattr(module, "base_layer"):  # a router of PEFT's may look at the whole call
+        together = module.forward(z.flatten(2), **(arguments or {}))
+    _check_sum(module, "heads", results.sum(2) + bias, together, results)
     return results
 
 
-def _check_sum(module: nn.Module, results: Tensor, together: Tensor) -> None:
-    """Refuses a layer in which heads do not add up: one that rounds its input as it comes.
+def check_additive(module: nn.Module, x: Tensor) -> None:
+    """Check that the outputs of single neurons sum to a layer's output, on two halves of them.
+
+    Args:
+        module: the layer.
+        x: its input, ``[..., neuron]``.
 
     Raises:
-        TypeError: it is one.
+        TypeError: they do not.
     """
+    odd = torch.arange(x.shape[-1], device=x.device) % 2
+    rows = x.detach().reshape(1, -1, x.shape[-1])
+    with torch.no_grad():
+        bias, together, *halves = [
+            module.forward(part) for part in (rows * 0, rows, rows * odd, rows * (1 - odd))
+        ]
+        results = torch.stack([half - bias for half in halves], -2)
+        _check_sum(module, "neurons", results.sum(-2) + bias, together, results)
+
+
+def _check_sum(
+    module: nn.Module, parts: str, total: Tensor, together: Tensor, results: Tensor
+) -> None:
+    """Raise an error for a layer whose heads or neurons do not add up, such as one that quantises
+    its input at run time.
+
+    Raises:
+        OpaqueLayerError: they do not add up.
+    """
+    if not results.numel():
+        return
     results, together = results.detach(), together.detach()
-    eps, scale = torch.finfo(results.dtype).eps, float(results.abs().sum(-2).max()) if results.numel() else 0.0
-    off = float((results.sum(-2) - together).abs().max()) if results.numel() else 0.0
-    if off > (64 if eps < 1e-5 else 4) * eps * scale:
-        raise TypeError(
-            f"the results of heads cannot be had: what a {type(module).__name__} makes of each head alone does not sum "
-            f"to its output (off by {off:.1g}), for it rounds its input as it comes (int8 activations). Load the model "
-            "without quantisation, or with that of weights alone"
+    eps = torch.finfo(results.dtype).eps
+    tolerance = (64 if eps < 1e-5 else 4) * eps * float(results.abs().sum(-2).nan_to_num().max())
+    difference = (total.detach() - together).abs()[together.isfinite()]
+    off = float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+    if off > tolerance:
+        raise OpaqueLayerError(
+            f"the results of {parts} are not available: what a {type(module).__name__} computes for"
+            f" each of the {parts} alone does not sum to its output (off by {off:.1g}), for it is"
+            " not linear in its input, or rounds it as it comes (int8 activations). Load the model"
+            " without quantisation, or quantise only its weights"
         )
 
 
 def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Tensor:
-    """Head h's query (or key, or value) from head h's own input.
+    """Compute head h's query (or key, or value) from head h's own input.
 
     Args:
         module: the input projection.
@@ -241,8 +347,8 @@ def project_per_head(module: nn.Module, part: View, x: Tensor, call: Call) -> Te
     if weight is not None:
         per_head = part.get(weight, call)  # d_model head d_head
         out = torch.einsum("bphm,mhd->bphd", x, per_head)
-        bias: Tensor | None = materialized(module, "bias")
+        bias = materialized(module, "bias")
         return out if bias is None else out + part.get(bias, call)
-    made = _asked(module, x.transpose(1, 2), call.told).transpose(1, 2)
-    everything = part.get(made, call)  # batch pos own head d_head
+    outputs = _projected(module, x.transpose(1, 2), call.told).transpose(1, 2)
+    everything = part.get(outputs, call)  # batch pos own head d_head
     return everything.diagonal(dim1=-3, dim2=-2).movedim(-1, -2)

@@ -1,8 +1,9 @@
-"""`map_model`: what a bridge needs to know about one model."""
+"""`map_model`: a model's declaration, hook points and configuration, as a bridge needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,35 +11,39 @@ from torch import nn
 
 from adapters import automatic as inference
 from adapters.architecture import Architecture
-from adapters.attention import Attention
+from adapters.attention import Attention, heads_in_columns
 from adapters.building import hook_points
-from adapters.config import ModelConfig, model_config
+from adapters.config import ModelConfig, config_of, model_config
 from adapters.inputs import Given
 from adapters.plain_model import PlainModel
-from adapters.points import Point, base_path, core_of, join
+from adapters.points import Point, base_path, core_of, has_module, join, module_path
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
 from adapters.spread import Layout, SpreadModelError, layout_of
+from adapters.tuners import is_of_peft
 
-#: Whether what plays which part is inferred: where a class has no adapter, never, always.
+_LOGGER = logging.getLogger("bridge")
+
+#: Whether a declaration is inferred: where a class has no adapter, never, always.
 Automatic = bool | Literal["always"]
 
 
 @dataclass(frozen=True)
 class ModelMap:
-    """What plays which part in one model.
+    """The declaration of one model, with its hook points and configuration.
 
     Attributes:
-        core: the Hugging Face model, without what wraps it (PEFT, `torch.compile`).
-        architecture: what its adapter declares.
+        core: the Hugging Face model, without wrappers (PEFT, `torch.compile`).
+        architecture: the declaration.
         cfg: its configuration.
         points: its hook points, in the order of the computation.
         block_paths: the paths of its blocks.
-        block_output: which element of a block's output is the residual stream, and how many there are.
-        no_layer_runs: why a run cannot start or stop at a layer; "" where it can.
-        inferred: its class has no declaration: this one was inferred from a run.
-        not_offered: hook points, or what their names begin with, that are left out, and why: they did not hold when an
-            inferred adapter was tried, or each process computes a part of them.
-        layout: how the model is spread over processes; None where it is not.
+        block_output: the index of the residual stream in a block's output tuple, and the length of
+            that tuple.
+        no_layer_runs: why a run cannot start or stop at a layer; "" if it can.
+        inferred: whether the declaration was inferred from a run, because its class has none.
+        not_offered: excluded hook points, or prefixes of their names, and the reason: a proof of an
+            inferred adapter failed, or each process computes a shard of them.
+        layout: the distribution of the model over processes; None if there is none.
     """
 
     core: nn.Module
@@ -53,34 +58,47 @@ class ModelMap:
     layout: Layout | None = None
 
     def without(self, names: Mapping[str, str]) -> ModelMap:
-        """The same without some hook points and weights, and without what stands on them, with the reasons."""
-        weights = ("unembed.W_U", "unembed.b_U")
-        names = {**names, **self._feeding(names)}
-        there = {*weights, *(point.name for point in self.points)}
-        # Rotated queries may be there where nobody knows what makes them: queries that were there take them along.
+        """Return the map without some hook points and weights and without anything that depends on
+        them; record the reasons.
+        """
+        reasons = {**names, **self._feeding(names)}
+        offered = {"unembed.W_U", "unembed.b_U", *(point.name for point in self.points)}
+        # Rotated queries may be available although their projection is unknown; removing the
+        # queries removes them, too.
         of_kernels = (".hook_q", ".hook_k")
-        more = _standing_on({x: why for x, why in names.items() if x in there or not x.endswith(of_kernels)})
-        names = {**names, **{name: more[name] for name in more if name in there}}
-        points = [point for point in self.points if not _is_among(point.name, names)]
-        left = {point.name for point in points}
-        # Where a reader is not offered, the gradient of what it reads is taken in one, for all of them.
-        points = [
-            each if left.issuperset(each.separate_consumers) else replace(each, separate_consumers=())
-            for each in points
-        ]  # fmt: skip
-        return replace(self, points=points, not_offered={**self.not_offered, **names})
+        bases = {
+            name: why
+            for name, why in reasons.items()
+            if name in offered or not name.endswith(of_kernels)
+        }
+        for name, why in _standing_on(bases).items():
+            if name in offered:
+                reasons[name] = why
+        remaining = [point for point in self.points if _among(point.name, reasons) is None]
+        readers = {point.name for point in remaining}
+        points = []
+        for point in remaining:
+            # Where a reader is removed, its source's gradient is taken once for all readers.
+            if not readers.issuperset(point.separate_consumers):
+                point = replace(point, separate_consumers=())
+            points.append(point)
+        return replace(self, points=points, not_offered={**self.not_offered, **reasons})
 
     def _feeding(self, names: Mapping[str, str]) -> dict[str, str]:
-        """The points whose edits others take over, of which one is left out, with the reasons."""
-        return {
-            point.name: f"it stands on {gone[0]}: {next(names[x] for x in names if _is_among(gone[0], {x: ''}))}"
-            for point in self.points
-            if (gone := [each.name for each in point.linked if _is_among(each.name, names)])
-            and not _is_among(point.name, names)
-        }
+        """Return the points that forward their edits to a removed point, with the reasons."""
+        reasons: dict[str, str] = {}
+        for point in self.points:
+            if _among(point.name, names) is not None:
+                continue
+            for linked in point.linked:
+                removed = _among(linked.name, names)
+                if removed is not None:
+                    reasons[point.name] = f"it stands on {linked.name}: {names[removed]}"
+                    break
+        return reasons
 
 
-#: What stands on a hook point, by the end of its name: of the same part.
+#: The points that depend on a hook point of the same part, by the end of its name.
 _STANDS_ON = {
     "hook_attn_in": ("hook_q_input", "hook_k_input", "hook_v_input"),
     "hook_q": ("hook_rot_q",),
@@ -91,23 +109,27 @@ _STANDS_ON = {
 
 
 def _standing_on(names: Mapping[str, str]) -> dict[str, str]:
-    """What stands on these, and on that in turn, with the reasons."""
-    found: dict[str, str] = {}
+    """Return the points that directly or indirectly depend on the named ones, with the reasons."""
+    reasons: dict[str, str] = {}
     pending = list(names)
     while pending:
         base = pending.pop()
         prefix, _, end = base.rpartition(".")
         for more in _STANDS_ON.get(end, _STANDS_ON.get(base, ())):
             name = f"{prefix}.{more}" if prefix else more
-            if name not in names and name not in found:
-                found[name] = found.get(base) or f"it stands on {base}: {names[base]}"
+            if name not in names and name not in reasons:
+                reasons[name] = reasons.get(base) or f"it stands on {base}: {names[base]}"
                 pending.append(name)
-    return found
+    return reasons
 
 
-def _is_among(name: str, names: Mapping[str, str]) -> bool:
-    # Of a part whose inside is not offered, what it puts out before its norm or factor is.
-    return any(name == each or (name.startswith(each + ".") and name != f"{each}.hook_out") for each in names)
+def _among(name: str, names: Iterable[str]) -> str | None:
+    """Return the name, or its prefix, if it is one of `names`."""
+    for prefix in names:
+        # If the inside of a part is removed, its output before its norm or factor remains.
+        if name == prefix or (name.startswith(f"{prefix}.") and name != f"{prefix}.hook_out"):
+            return prefix
+    return None
 
 
 def map_model(
@@ -117,24 +139,28 @@ def map_model(
     automatic: Automatic = False,
     inputs: Given | None = None,
 ) -> ModelMap:
-    """What plays which part in a Hugging Face model.
+    """Return the declaration, hook points and configuration of a Hugging Face model.
 
     Args:
         model: a Hugging Face model.
         declared: its declaration; None: that of its class.
-        automatic: where its class has no adapter, infer what one would declare from a run on a few tokens; ``always``:
-            where it has one, too.
-        inputs: what the model needs for that besides tokens (images, sound), by the names of its own arguments; None:
-            made up.
+        automatic: infer a declaration from a run on a few tokens if the class has no adapter;
+            ``always``: even if it has one.
+        inputs: the inputs that this run needs besides tokens (images, sound), by the names of the
+            model's own arguments; None: generated.
 
     Raises:
-        UnsupportedModelError: there is no adapter for its class, and none could be inferred, or was to be.
-        SpreadModelError: it is spread over processes, and hook points would show parts.
+        UnsupportedModelError: there is no adapter for its class, and inference failed or was
+            disabled.
+        SpreadModelError: it is spread over processes, and hook points would show only parts of
+            activations.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from adapters import map_model
-        >>> map_model(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))).block_paths
+        >>> map_model(
+        ...     GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))
+        ... ).block_paths
         ['transformer.h.0', 'transformer.h.1']
     """
     core = core_of(model)
@@ -142,33 +168,121 @@ def map_model(
     if declared is None and is_inferred(model, automatic):
         if layout is not None:
             raise SpreadModelError(
-                f"{type(core).__name__} is spread over processes ({layout.said}), and what plays which part is "
-                "inferred in one process: wrap it in one, on the CPU or offloaded, call "
-                "bridge.declaration().save(file) there, and give TransformerBridge(model, declaration=file) here. "
-                "docs/adapters.md shows how to declare one by hand"
+                f"{type(core).__name__} is spread over processes ({layout.description}), and what"
+                " plays which part is inferred in one process: wrap it in one, on the CPU or"
+                " offloaded, call bridge.declaration().save(file) there, and give"
+                " TransformerBridge(model, declaration=file) here. docs/adapters.md shows how to"
+                " declare one by hand"
             )
         try:
-            found = inference.automatic.infer(model, inputs)
+            inferred = inference.automatic.infer(model, inputs)
         except inference.automatic.NotFound as why:
-            plain = isinstance(core, PlainModel)
-            name = type(core.module if plain else core).__name__
-            refusal = "" if plain else _refusal(core)  # no adapter is near to a module of plain torch
-            said = f"{why}: so what plays which part in {name} could not be inferred; {refusal}"
-            raise UnsupportedModelError(said.removesuffix("; ")) from None
-        return _mapped(model, core, found.architecture, found).without(found.not_offered)
+            raise UnsupportedModelError(_not_inferred(core, why)) from None
+        return _mapped(model, core, inferred.architecture, True).without(inferred.not_offered)
     architecture = declaration_for(core) if declared is None else declared
     check_modules(core)
-    declared_map = _mapped(model, core, architecture, None)
+    declared_map = _mapped(model, core, architecture, False)
     if layout is None:
+        reason = "" if declared is not None else misfit(declared_map, model)
+        if reason and automatic:
+            _LOGGER.warning("%s: what plays which part is inferred", reason)
+            return map_model(model, automatic="always", inputs=inputs)
+        if reason:
+            raise UnsupportedModelError(f"{reason}: leave automatic=False out, and it is inferred")
         return declared_map
     layout = layout.of(declared_map.points, _norms_of_heads(declared_map))
     return replace(declared_map.without(layout.not_shown(declared_map.points)), layout=layout)
 
 
-def _norms_of_heads(found: ModelMap) -> Iterator[str]:
-    """The paths of the norms of each head's queries, keys or values."""
-    for index, block in enumerate(found.block_paths):
-        for named in found.architecture.stack.block_at(index).named:
+def misfit(declared: ModelMap, model: nn.Module) -> str:
+    """Return how a model's modules differ from what its class and configuration imply; "" if they
+    do not. Modules may be wrapped in other modules (PEFT's LLaMA-Adapter), or heads may be pruned.
+
+    Args:
+        declared: the map by the adapter of its class.
+        model: the model.
+    """
+    name = type(declared.core).__name__
+    if other := _other_number(declared.core):
+        return f"{name}: {other} (was one changed after loading?)"
+    for point in declared.points:
+        path = module_path(point.site.path)
+        above = path.rpartition(".")[0]
+        if not has_module(model, path) and is_of_peft(model, above):
+            return f"{name} has no module {path}, which its adapter declares"
+        if not has_module(model, path):
+            continue  # `verify` says so
+        if point.name.endswith(".hook_k") and (n_heads := heads_in_columns(point.view)):
+            module = model.get_submodule(path)
+            width = getattr(module, "out_features", None)
+            around = model.get_submodule(path.rpartition(".")[0])
+            d_head = declared.cfg.d_head
+            if width not in (None, n_heads * d_head, n_heads * getattr(around, "head_dim", d_head)):
+                return (
+                    f"{path} of {name} makes {width} numbers, and {n_heads} heads of {d_head}"
+                    f" numbers, as its configuration says, are {n_heads * d_head}"
+                )
+        if point.name.endswith(".hook_z") and point.site.kind == "input":
+            module = model.get_submodule(path)
+            n_heads = point.n_heads or heads_in_columns(point.view) or declared.cfg.n_heads
+            width = getattr(module, "in_features", getattr(module, "nx", None))
+            around = model.get_submodule(path.rpartition(".")[0])
+            # Layers of one model may have heads of different width, or in other numbers.
+            d_heads = {declared.cfg.d_head, getattr(around, "head_dim", declared.cfg.d_head)}
+            own_heads = {n_heads, getattr(around, "num_heads", n_heads)}
+            fitting = {n * d for n in own_heads for d in d_heads}
+            if width not in (None, *fitting):
+                return (
+                    f"{path} of {name} reads {width} numbers, and {n_heads} heads of"
+                    f" {declared.cfg.d_head} numbers, as its configuration says, make"
+                    f" {n_heads * declared.cfg.d_head} (were heads pruned?)"
+                )
+            if others := _other_heads(around, n_heads, declared.cfg.n_kv_heads):
+                return (
+                    f"{path.rpartition('.')[0]} of {name} {others}, and its configuration says"
+                    " otherwise (was it changed after loading?)"
+                )
+    return ""
+
+
+def _other_number(core: nn.Module) -> str:
+    """Return a factor that a module holds, and that its configuration has another value for; "" if
+    there is none. (Dropout changes no declaration.)
+    """
+    config = config_of(core)
+    numbers = {
+        name: value
+        for name, value in vars(config).items()
+        if type(value) is float and not name.startswith("_") and "drop" not in name
+    }
+    for path, module in core.named_modules():
+        if getattr(module, "config", None) not in (None, config):
+            continue
+        for name in numbers.keys() & module.__dict__.keys():
+            held = module.__dict__[name]
+            if type(held) is float and held != numbers[name]:
+                where = path or type(core).__name__
+                return f"{name} of {where} is {held}, and of the configuration {numbers[name]}"
+    return ""
+
+
+def _other_heads(attention: nn.Module, n_heads: int, n_key_value_heads: int) -> str:
+    """Return what an attention module says of its heads, if it is not these numbers; else ""."""
+    held, groups = (
+        attention.__dict__.get("num_heads"),
+        attention.__dict__.get("num_key_value_groups"),
+    )
+    if isinstance(held, int) and held != n_heads:
+        return f"has {held} heads"
+    if isinstance(groups, int) and groups * n_key_value_heads != n_heads:
+        return f"has {groups} query heads for each key head"
+    return ""
+
+
+def _norms_of_heads(model: ModelMap) -> Iterator[str]:
+    """Yield the paths of the norms of each head's queries, keys or values."""
+    for index, block in enumerate(model.block_paths):
+        for named in model.architecture.stack.block_at(index).named:
             part = named.step.part
             if isinstance(part, Attention) and part.norms_over != "width":
                 for projection in part.projections.values():
@@ -177,7 +291,7 @@ def _norms_of_heads(found: ModelMap) -> Iterator[str]:
 
 
 def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
-    """Whether what plays which part in a model is inferred.
+    """Tell whether a model's declaration is inferred.
 
     Args:
         model: a Hugging Face model.
@@ -189,17 +303,21 @@ def is_inferred(model: nn.Module, automatic: Automatic) -> bool:
     return automatic == "always" or (bool(automatic) and not is_declared(core))
 
 
-def _refusal(core: nn.Module) -> str:
-    """What is said of a model whose class has no adapter."""
+def _not_inferred(core: nn.Module, why: Exception) -> str:
+    """Return the error message for a model whose declaration could not be inferred."""
+    if isinstance(core, PlainModel):  # no adapter is close to a plain torch module
+        name = type(core.module).__name__
+        return f"{why}: so what plays which part in {name} could not be inferred"
+    message = f"{why}: so what plays which part in {type(core).__name__} could not be inferred"
     try:
         declaration_for(core)
     except UnsupportedModelError as error:
-        return str(error)
-    return ""
+        return f"{message}; {error}"
+    return message
 
 
 def _mapped(
-    model: nn.Module, core: nn.Module, architecture: Architecture, inferred: inference.automatic.Inferred | None
+    model: nn.Module, core: nn.Module, architecture: Architecture, inferred: bool
 ) -> ModelMap:
     base = base_path(model)
     cfg = model_config(architecture, core, model.get_submodule(base))
@@ -212,5 +330,5 @@ def _mapped(
         block_paths=[join(base, stack.place_of(i)) for i in range(cfg.n_layers)],
         block_output=stack.output,
         no_layer_runs=architecture.no_layer_runs,
-        inferred=inferred is not None,
+        inferred=inferred,
     )

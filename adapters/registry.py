@@ -1,4 +1,4 @@
-"""Which adapter is for which model."""
+"""The registry of adapters, by the model's class."""
 
 from __future__ import annotations
 
@@ -18,47 +18,59 @@ from adapters.families import CLASSES
 from adapters.imports import older_than_declared
 from adapters.points import base_path, has_module, join
 
-#: From a Hugging Face configuration to what its models are made of.
+#: A function that declares the architecture of a Hugging Face configuration.
 Declare = Callable[[PreTrainedConfig], Architecture]
 
 _REGISTRY: dict[str, Declare] = {}
-#: What looks at a model, for the declarations whose models can have other modules than are declared.
+#: Checks of a model, for declarations whose models can have other modules than declared.
 _CHECKS: dict[Declare, Callable[[nn.Module], None]] = {}
-#: The file of `adapters/families` that each class name is declared in, and the function there.
+#: The file of `adapters/families` that declares each class name, and the function there.
 _FAMILY = {
     name: (family, function)
-    for family, functions in CLASSES.items() for function, names in functions.items() for name in names
-}  # fmt: skip
+    for family, functions in CLASSES.items()
+    for function, names in functions.items()
+    for name in names
+}
 _loaded = False
 _LOADING = threading.RLock()
 #: The group of entry points through which other packages bring adapters.
 ENTRY_POINTS = "transformer_bridge.adapters"
 
-#: Where a refusal points to.
-_PAGES = "docs/models.md lists the models that have one, and docs/adapters.md shows how to write one."
+#: The pages that an error about an unsupported model refers to.
+_PAGES = (
+    "docs/lookup.md shows the models that have one, and docs/adapters.md shows how to write one."
+)
 
 
 class UnsupportedModelError(TypeError):
-    """There is no adapter for this model's class."""
+    """An error for a model whose class has no adapter."""
 
 
 class UndeclaredOptionError(UnsupportedModelError):
-    """The adapter of this model's class says nothing of an option that its configuration takes: it may be inferred."""
+    """An error for an option of the configuration that the adapter of the class does not cover: the
+    declaration may be inferred.
+    """
 
 
-def register(*class_names: str, check: Callable[[nn.Module], None] | None = None) -> Callable[[Declare], Declare]:
-    """Registers an adapter for all models that have a class of one of these names among their bases.
+def register(
+    *class_names: str, check: Callable[[nn.Module], None] | None = None
+) -> Callable[[Declare], Declare]:
+    """Register an adapter for all models whose class, or one of its base classes, has one of these
+    names.
 
-    Another package registers its own through an entry point in the group ``transformer_bridge.adapters`` that names a
-    module which calls this. A name that is registered again belongs to the later adapter.
+    Another package can register adapters through an entry point in the group
+    ``transformer_bridge.adapters``, which names a module that calls this function. Registering a
+    name again replaces the earlier adapter.
 
     Args:
-        class_names: usually the family's ``...PreTrainedModel`` class, so that every head and every subclass of a
-            user's is included.
-        check: is given the model, and raises `UnsupportedModelError` where its modules are not those declared.
+        class_names: usually the family's ``...PreTrainedModel`` class, so that every head and every
+            user's subclass is included.
+        check: takes the model, and raises `UnsupportedModelError` if its modules are not the
+            declared ones.
 
     Returns:
-        A decorator for the function that declares the architecture from a Hugging Face configuration.
+        A decorator for the function that declares the architecture from a Hugging Face
+            configuration.
 
     Example:
         >>> from adapters import register
@@ -76,31 +88,33 @@ def register(*class_names: str, check: Callable[[nn.Module], None] | None = None
 
 
 def only(config: PreTrainedConfig, **fields: object) -> None:
-    """Says which options a declaration is for: with any other, what plays which part has to be inferred.
+    """Restrict a declaration to some values of options; for any other value, the declaration has to
+    be inferred.
 
     Args:
         config: a Hugging Face configuration.
-        fields: its fields, with the value that the declaration is true of; a tuple has several.
+        fields: for each field, the value for which the declaration holds; a tuple lists several.
 
     Raises:
-        UndeclaredOptionError: a field has another value; it is named.
+        UndeclaredOptionError: a field has another value; the message names the field.
 
     Example:
         >>> from transformers import OlmoConfig
         >>> from adapters.registry import only
         >>> only(OlmoConfig(), clip_qkv=None)
     """
-    for name, value in fields.items():
-        found = getattr(config, name, None)
-        if found not in (value if isinstance(value, tuple) else (value,)):
-            said = " or ".join(map(repr, value if isinstance(value, tuple) else (value,)))
+    for name, declared in fields.items():
+        values = declared if isinstance(declared, tuple) else (declared,)
+        value = getattr(config, name, None)
+        if value not in values:
             raise UndeclaredOptionError(
-                f"the adapter for {type(config).__name__} is for {name}={said}, and this one has {found!r}"
+                f"the adapter for {type(config).__name__} is for"
+                f" {name}={' or '.join(map(repr, values))}, and this one has {value!r}"
             )
 
 
 def supported() -> list[str]:
-    """The class names that have an adapter, sorted.
+    """Return the class names that have an adapter, sorted.
 
     Example:
         >>> "GPT2PreTrainedModel" in supported()
@@ -111,7 +125,8 @@ def supported() -> list[str]:
 
 
 def family_of(cls: type[nn.Module]) -> str | None:
-    """The family of ours whose adapter a class of models has: the name of its file; None: it has none.
+    """Return the family, by its file name, whose adapter a class of models has; None if it is not
+    one of this library's.
 
     Args:
         cls: a class of Hugging Face models.
@@ -122,24 +137,31 @@ def family_of(cls: type[nn.Module]) -> str | None:
         >>> family_of(MistralForCausalLM)
         'llama'
     """
-    return next((_FAMILY[base.__name__][0] for base in cls.__mro__ if base.__name__ in _FAMILY), None)
+    for base in cls.__mro__:
+        if base.__name__ in _FAMILY:
+            family, _ = _FAMILY[base.__name__]
+            return family
+    return None
 
 
 def has_declaration(model: nn.Module) -> bool:
-    """Whether a class among a model's bases has an adapter, or what wraps it hides it from hooks.
+    """Tell whether one of a model's base classes has an adapter, or a wrapper hides the model from
+    hooks.
 
     Args:
         model: a Hugging Face model.
     """
-    if isinstance(getattr(model, "module", None), PreTrainedModel) or not isinstance(model, PreTrainedModel):
-        return True  # `declaration_for` says what is wrong with it
+    wraps = isinstance(getattr(model, "module", None), PreTrainedModel)
+    if wraps or not isinstance(model, PreTrainedModel):
+        return True  # `declaration_for` reports the problem
     return any(True for _ in declaring(type(model)))
 
 
 def inherits_declaration(model: nn.Module) -> str:
-    """The class of another package that a model's class takes its adapter from; "" where that is its own package's.
+    """Return the class, if it is in another package, from which a model's class inherits its
+    adapter; otherwise "".
 
-    A subclass of yours may compute something else than its parent, of which the adapter is true.
+    A user's subclass may compute something different from its parent, which the adapter describes.
 
     Args:
         model: a Hugging Face model.
@@ -147,12 +169,13 @@ def inherits_declaration(model: nn.Module) -> str:
     for cls, _ in declaring(type(model)):
         # torch's own subclasses (FSDP) run their parent's forward.
         packages = (cls.__module__.partition(".")[0], "torch")
-        return "" if type(model).__module__.partition(".")[0] in packages else cls.__name__
+        package = type(model).__module__.partition(".")[0]
+        return "" if package in packages else cls.__name__
     return ""
 
 
 def is_declared(model: nn.Module) -> bool:
-    """Whether a model's class has an adapter that is for the options of its configuration.
+    """Tell whether a model's class has an adapter that covers the options of its configuration.
 
     Args:
         model: a Hugging Face model.
@@ -164,55 +187,65 @@ def is_declared(model: nn.Module) -> bool:
     except UndeclaredOptionError:
         return False
     except UnsupportedModelError:
-        pass  # a refusal, which is said as such
+        pass  # an error, which is reported as such
     return True
 
 
 def declaration_for(model: nn.Module) -> Architecture:
-    """What the adapter of this model's class declares for its configuration.
+    """Return the declaration of this model's class for its configuration.
 
     Args:
         model: a Hugging Face model.
 
     Raises:
-        UnsupportedModelError: no class among its bases has an adapter, or it lacks the tokens that this is for.
+        UnsupportedModelError: none of its base classes has an adapter, or the model has no tokens.
     """
     for cls, declare in declaring(type(model)):
         _check_version(cls.__name__, declare)
         declared = declare(config_of(model))
-        tokens = join(base_path(model), declared.token_embeddings) if declared.token_embeddings else ""
-        if _is_ours(declare) and not has_module(model, tokens):
+        tokens = declared.token_embeddings
+        path = join(base_path(model), tokens) if tokens else ""
+        if _is_ours(declare) and not has_module(model, path):
             raise UndeclaredOptionError(
-                f"{type(model).__name__} has no {tokens}, and the adapter of {cls.__name__} is for models with one"
+                f"{type(model).__name__} has no {path}, and the adapter of {cls.__name__} is for"
+                " models with one"
             )
         return declared
+    raise UnsupportedModelError(_why_undeclared(model))
+
+
+def _why_undeclared(model: nn.Module) -> str:
+    """Return the error message for a model whose class has no adapter."""
     name = type(model).__name__
     if isinstance(inner := getattr(model, "module", None), PreTrainedModel):
-        raise UnsupportedModelError(
+        return (
             f"{name} runs copies of the model, or in other processes, where hooks do not reach: "
             f"wrap the {type(inner).__name__} in its .module"
         )
-    namesakes = [cls for cls in type(model).__mro__ if _declare(cls.__name__) is not None]
-    if namesakes:
-        cls = namesakes[0]
-        raise UnsupportedModelError(
-            f"{name} is not transformers' own: its {cls.__name__} is from {cls.__module__}, and may compute anything. "
-            "docs/adapters.md shows how to declare what it computes: a declaration of yours, registered for the name."
-        )
-    near = difflib.get_close_matches(name, supported(), n=3, cutoff=0.5)
-    hint = f" The nearest are {', '.join(near)}." if near else ""
-    plain = "" if isinstance(model, PreTrainedModel) else f"{name} is no PreTrainedModel of transformers, and "
-    raise UnsupportedModelError(f"{plain}there is no adapter for {name}.{hint} {_PAGES}")
+    for cls in type(model).__mro__:
+        if _declare(cls.__name__) is not None:
+            return (
+                f"{name} is not transformers' own: its {cls.__name__} is from {cls.__module__}, and"
+                " may compute anything. docs/adapters.md shows how to declare what it computes: a"
+                " declaration of yours, registered for the name."
+            )
+    message = f"there is no adapter for {name}."
+    if not isinstance(model, PreTrainedModel):
+        message = f"{name} is not a PreTrainedModel of transformers, and {message}"
+    if near := difflib.get_close_matches(name, supported(), n=3, cutoff=0.5):
+        message += f" The nearest are {', '.join(near)}."
+    return f"{message} {_PAGES}"
 
 
 def check_modules(model: nn.Module) -> None:
-    """Looks whether a model's modules are those that its adapter declares, where its configuration does not say so.
+    """Check that a model has the modules that its adapter declares, if its configuration does not
+    determine them.
 
     Args:
         model: a Hugging Face model.
 
     Raises:
-        UnsupportedModelError: they are not.
+        UnsupportedModelError: it does not have them.
     """
     for _, declare in declaring(type(model)):
         if check := _CHECKS.get(declare):
@@ -221,7 +254,8 @@ def check_modules(model: nn.Module) -> None:
 
 
 def declaration_of(config: PreTrainedConfig) -> Architecture:
-    """What is declared for the model that a configuration is of: the text model inside of another.
+    """Return the declaration for the model of a configuration, which is the text model inside
+    another model.
 
     Args:
         config: a Hugging Face configuration.
@@ -229,19 +263,22 @@ def declaration_of(config: PreTrainedConfig) -> Architecture:
     Raises:
         UndeclaredOptionError: that model has no adapter.
     """
-    found = MODEL_MAPPING.get(type(config), None)
-    text = found[0] if isinstance(found, tuple) else found
-    classes = () if text is None else text.__mro__
-    # Of some, transformers keeps no such list: their configuration has their name.
-    for name in (*(cls.__name__ for cls in classes), f"{type(config).__name__.removesuffix('Config')}Model"):
+    config_name = type(config).__name__
+    mapped = MODEL_MAPPING.get(type(config), None)
+    text = mapped[0] if isinstance(mapped, tuple) else mapped
+    names = [] if text is None else [cls.__name__ for cls in text.__mro__]
+    # For some, transformers keeps no such list: the name follows from their configuration's.
+    for name in (*names, f"{config_name.removesuffix('Config')}Model"):
         if (declare := _declare(name)) is not None:
             _check_version(name, declare)
             return declare(config)
-    raise UndeclaredOptionError(f"the model of a {type(config).__name__} inside of it has no adapter")
+    raise UndeclaredOptionError(f"the model of a {config_name} inside of it has no adapter")
 
 
 def _check_version(name: str, declare: Declare) -> None:
-    """Refuses a declaration of ours for a class that is another one in the installed transformers."""
+    """Raise an error for a declaration of ours if the installed transformers has a different class
+    of that name.
+    """
     if _is_ours(declare) and (why := older_than_declared(name)):
         raise UndeclaredOptionError(why)
 
@@ -251,7 +288,7 @@ def _is_ours(declare: Declare) -> bool:
 
 
 def declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
-    """The classes among the bases of one that have an adapter, with that; the nearest first.
+    """Yield the bases of a class that have an adapter, with the adapter; the nearest first.
 
     Args:
         model_class: a class of models.
@@ -262,28 +299,32 @@ def declaring(model_class: type) -> Iterator[tuple[type, Declare]]:
 
 
 def _is_namesake(cls: type, declare: Declare) -> bool:
-    """Whether a class (of remote code) only has the name of the one that our declaration is for."""
+    """Tell whether a class (of remote code) merely has the same name as the class that our
+    declaration describes.
+    """
     ours = _is_ours(declare) and hasattr(transformers, cls.__name__)
     return ours and cls.__module__.split(".")[0] != "transformers"
 
 
 def _declare(name: str) -> Declare | None:
-    """What is registered for the name of a class. Our own family for it is imported when it is first asked for."""
+    """Return the adapter registered for the name of a class. A family in this library is imported
+    when it is first needed.
+    """
     _load_other_packages()
     if name in _REGISTRY or name not in _FAMILY:
         return _REGISTRY.get(name)
     family, function = _FAMILY[name]
-    declare: Declare = getattr(importlib.import_module(f"adapters.families.{family}"), function)
-    return declare
+    return getattr(importlib.import_module(f"adapters.families.{family}"), function)
 
 
 def _load_other_packages() -> None:
-    """Imports the families of other packages, once."""
+    """Import the families of other packages, once."""
     global _loaded
     with _LOADING:
         if _loaded:
             return
-        _loaded = True  # before it is true: an adapter may ask for others while it is being imported
+        # Set before it is true: an adapter may look up others while it is being imported.
+        _loaded = True
         try:
             for entry in entry_points(group=ENTRY_POINTS):
                 _load_entry_point(entry)
@@ -293,13 +334,18 @@ def _load_other_packages() -> None:
 
 
 def _load_entry_point(entry: EntryPoint) -> None:
-    """Imports an adapter of another package. Whatever goes wrong there is said to be theirs, and goes wrong here."""
+    """Import an adapter of another package. An error in it is raised with a note that names the
+    package.
+    """
     try:
         entry.load()
     except BaseException as error:
-        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an installed package"
+        package = "an installed package"
+        if entry.dist:
+            package = f"{entry.dist.name} {entry.dist.version}"
         error.add_note(
-            f"This happened while importing the adapter {entry.name!r} ({entry.value}), which {package} declares as an "
-            f"entry point in {ENTRY_POINTS}. Repair that package, or uninstall it."
+            f"This happened while importing the adapter {entry.name!r} ({entry.value}), which"
+            f" {package} declares as an entry point in {ENTRY_POINTS}. Repair that package, or"
+            " uninstall it."
         )
         raise

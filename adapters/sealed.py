@@ -1,4 +1,6 @@
-"""Data in a file that says when it was damaged: JSON with a checksum of itself. Nothing in it is ever run."""
+"""JSON files with a checksum of their content, so that damage is detected. Nothing in them is ever
+executed.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,28 @@ _SEAL = "checksum of this file"
 
 
 def sealed(content: Mapping[str, Any], allow_nan: bool = True) -> str:
-    """What JSON can hold, as a text that `unsealed` reads.
+    """Encode JSON data as text that `unsealed` reads.
 
     Args:
         content: the data.
-        allow_nan: let numbers that are not finite through, which JSON itself has not.
+        allow_nan: allow numbers that are not finite, which JSON itself lacks.
 
     Raises:
-        ValueError, TypeError: something of it is none that JSON can hold.
+        ValueError, TypeError: a value in it cannot be encoded as JSON.
     """
-    said = json.loads(json.dumps(content, allow_nan=allow_nan))
-    return json.dumps({**said, _SEAL: _checksum(said)}, indent=1) + "\n"
+    data = json.loads(json.dumps(content, allow_nan=allow_nan))
+    return json.dumps({**data, _SEAL: _checksum(data)}, indent=1) + "\n"
 
 
 def unsealed(text: str | bytes) -> dict[str, Any]:
-    """What was sealed. A text that was written before there were checksums has none, and is read as it is.
+    """Decode sealed text. Text without a checksum, from before checksums were added, is read
+    unchecked.
 
     Args:
         text: the file's content.
 
     Raises:
-        ValueError: it is no JSON, or no object, or not what was written.
+        ValueError: it is not a JSON object, or its checksum differs.
 
     Example:
         >>> from adapters.sealed import sealed, unsealed
@@ -43,39 +46,44 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
         ValueError: its checksum is another than the one that it names
     """
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ValueError("it is no JSON object")  # noqa: TRY004 - a file is damaged, no argument is wrong
-    checksum = found.pop(_SEAL, None)
-    if checksum is not None and checksum != _checksum(found):
+    checksum = data.pop(_SEAL, None)
+    if checksum is not None and checksum != _checksum(data):
         raise ValueError("its checksum is another than the one that it names")
-    return found
+    return data
 
 
 def read_file(
-    path: str | Path, what: str, read: Callable[[Any], Read], opened: Callable[[bytes], Any] | None = None
+    path: str | Path,
+    what: str,
+    read: Callable[[Any], Read],
+    opened: Callable[[bytes], Any] | None = None,
 ) -> Read:
-    """What a file says; an error about it names the file.
+    """Read a file; errors about it name the file.
 
     Args:
         path: the file.
-        what: such as ``"circuit"``.
-        read: makes it of the data.
-        opened: makes data of what is in the file; None: JSON with a checksum or without.
+        what: the kind of file, for errors, such as ``"circuit"``.
+        read: converts the data to the result.
+        opened: converts the file's content to data; None: JSON, with or without a checksum.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or holds something else.
+        ValueError: it is damaged, or contains something else.
     """
-    if not Path(path).is_file():
+    file = Path(path)
+    if not file.is_file():
         raise FileNotFoundError(f"path is {str(path)!r}, which is no file")
     try:
-        return read((opened or unsealed)(Path(path).read_bytes()))
+        data = (opened or unsealed)(file.read_bytes())
+        return read(data)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{path} holds no {what} that can be read: {error}") from error
 
 
-def _checksum(said: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+def _checksum(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()

@@ -1,7 +1,8 @@
-"""Things done in turn in one process: the time of each, and its ratio to the first in the same round, with its spread.
+"""Things done in turn in one process: the time of each, and its ratio to the first in the same
+round, with its spread.
 
-The first is done twice in every round. The ratio of the two says what the machine adds by itself: a figure whose
-distance from 1 is not larger than that is none.
+The first is done twice in every round. The ratio of the two says what the machine adds by itself: a
+figure whose distance from 1 is not larger than that is none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Timed:
     Attributes:
         rounds: its seconds, by round.
         first: those of the first thing.
-        instructions: of the processor, to those of the first thing, lower quartiles; None where nothing counts them.
+        instructions: of the processor, to those of the first thing, lower quartiles; None where
+            nothing counts them.
     """
 
     rounds: tuple[float, ...]
@@ -74,7 +76,8 @@ def alternated(
         rounds: how often, two times or more. Once more is not counted.
         device: ``cuda`` is waited for.
         seconds: after so many, no further round is begun, if there were five; None: all rounds.
-        clock: what tells the time: ``time.process_time`` on one thread of a busy machine; None: the clock on the wall.
+        clock: what tells the time: ``time.process_time`` on one thread of a busy machine; None: the
+            clock on the wall.
     """
     clock = time.perf_counter if clock is None else clock
     first = next(iter(jobs))
@@ -98,9 +101,13 @@ def alternated(
                     counted[name].append((counter.now() or 0) - before)
             del kept  # what it made is freed outside of its time, as what the others made
     alone = torch.get_num_threads() == 1 and device == "cpu" and bool(counted[first])
-    least = {name: sorted(counts)[len(counts) // 4] if alone else 0 for name, counts in counted.items()}
+    least = {
+        name: sorted(counts)[len(counts) // 4] if alone else 0 for name, counts in counted.items()
+    }
     return {
-        name: Timed(tuple(times), tuple(found[first]), least[name] / least[first] if alone else None)
+        name: Timed(
+            tuple(times), tuple(found[first]), least[name] / least[first] if alone else None
+        )
         for name, times in found.items()
     }
 

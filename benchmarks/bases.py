@@ -63,17 +63,34 @@ def main() -> None:
 
     def sweep() -> object:
         return generic_activation_patch(
-            bridge, corrupted, cache, metric, layer_feature_patch_setter, "resid_post.sae", index_df=rows, verbose=False
+            bridge,
+            corrupted,
+            cache,
+            metric,
+            layer_feature_patch_setter,
+            "resid_post.sae",
+            index_df=rows,
+            verbose=False,
         )
 
     found = alternated({"plain": plain, "placed": lambda: bridge(clean)}, ROUNDS)
     print(f"the same forward pass once more   {spread(found[NULL].ratios)}")
-    print(f"placed and not asked for          {spread(found['placed'].ratios)} of a forward pass without")
+    print(
+        f"placed and not asked for          {spread(found['placed'].ratios)} of a forward pass"
+        " without"
+    )
     found = alternated({"encoded": encoded, "read": read}, ROUNDS)
-    print(f"read                              {spread(found['read'].ratios)} of reading the point and encoding by hand")
+    print(
+        f"read                              {spread(found['read'].ratios)} of reading the point and"
+        " encoding by hand"
+    )
     found = alternated({"plain": plain, "sweep": sweep}, 7)
-    each = Timed(tuple(seconds / len(active) for seconds in found["sweep"].rounds), found["sweep"].first)
-    print(f"a sweep over {len(active)} features        {spread(each.ratios)} of a forward pass each")
+    each = Timed(
+        tuple(seconds / len(active) for seconds in found["sweep"].rounds), found["sweep"].first
+    )
+    print(
+        f"a sweep over {len(active)} features        {spread(each.ratios)} of a forward pass each"
+    )
     sparse_costs(bridge, clean, sae)
 
 
@@ -83,16 +100,24 @@ def sparse_costs(bridge: TransformerBridge, tokens: Tensor, sae: SAE) -> None:
     def top(x: Tensor) -> Tensor:
         found = sae.encode(x).topk(32, dim=-1)
         at = torch.cat(
-            [torch.cartesian_prod(*map(torch.arange, found.indices.shape)).T[:2], found.indices.reshape(1, -1)]
+            [
+                torch.cartesian_prod(*map(torch.arange, found.indices.shape)).T[:2],
+                found.indices.reshape(1, -1),
+            ]
         )
         return torch.sparse_coo_tensor(at, found.values.flatten(), (*x.shape[:-1], N))
 
-    hook = bridge.add_basis("blocks.3.hook_resid_post", "top", encode=top, decode=lambda f: sae.decode(f.to_dense()))
+    hook = bridge.add_basis(
+        "blocks.3.hook_resid_post", "top", encode=top, decode=lambda f: sae.decode(f.to_dense())
+    )
     _, cache = bridge.run_with_cache(tokens, names_filter=hook)
     kept = cache[hook.name].coalesce()
     size = kept.values().nbytes + kept.indices().nbytes
     dense = kept.to_dense().nbytes
-    print(f"32 of {N} features, kept          {size / dense:.3f} of the memory that they take where they are dense")
+    print(
+        f"32 of {N} features, kept          {size / dense:.3f} of the memory that they take where"
+        " they are dense"
+    )
 
 
 class _Rows:

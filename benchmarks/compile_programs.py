@@ -1,8 +1,9 @@
 """Compiles programs into transformer weights: what `bridge/tasks/programs` holds.
 
-Run with tracr-pypi 1.0.0 (a development tool alone): ``python benchmarks/compile_programs.py``. Each file has the
-weights under HookedTransformer's names, the compiler's own stream for some prompts, and the edges through which
-something goes that depends on the tokens, worked out from what the compiled parts write and read.
+Run with tracr-pypi 1.0.0 (a development tool alone): ``python benchmarks/compile_programs.py``.
+Each file has the weights under HookedTransformer's names, the compiler's own stream for some
+prompts, and the edges through which something goes that depends on the tokens, worked out from what
+the compiled parts write and read.
 """
 
 import itertools
@@ -31,7 +32,9 @@ def more(word: str, share: float) -> rasp.SOp:
 
 def either() -> rasp.SOp:
     """Whether "x" or "y" is there: two ways to the answer, of which one is enough."""
-    return rasp.categorical(rasp.SequenceMap(lambda x, y: x or y, more("x", 0.1), more("y", 0.1))).named("either")
+    return rasp.categorical(
+        rasp.SequenceMap(lambda x, y: x or y, more("x", 0.1), more("y", 0.1))
+    ).named("either")
 
 
 OUT = Path(__file__).parents[1] / "bridge" / "tasks" / "programs"
@@ -61,11 +64,17 @@ def weights_of(params, config, output) -> dict[str, torch.Tensor]:
             found[f"{part}.attn.W_{letter}"] = one["w"].reshape(d, heads, size).transpose(1, 0, 2)
             found[f"{part}.attn.b_{letter}"] = one["b"].reshape(heads, size)
         out = params[f"{at}/attn/linear"]
-        found[f"{part}.attn.W_O"], found[f"{part}.attn.b_O"] = out["w"].reshape(heads, size, d), out["b"]
+        found[f"{part}.attn.W_O"], found[f"{part}.attn.b_O"] = (
+            out["w"].reshape(heads, size, d),
+            out["b"],
+        )
         up, down = params[f"{at}/mlp/linear_1"], params[f"{at}/mlp/linear_2"]
         found |= {f"{part}.mlp.W_in": up["w"], f"{part}.mlp.b_in": up["b"]}
         found |= {f"{part}.mlp.W_out": down["w"], f"{part}.mlp.b_out": down["b"]}
-    return {name: torch.tensor(np.array(value), dtype=torch.float32).contiguous() for name, value in found.items()}
+    return {
+        name: torch.tensor(np.array(value), dtype=torch.float32).contiguous()
+        for name, value in found.items()
+    }
 
 
 def edges_of(w, config, varies, output) -> list[str]:
@@ -97,13 +106,16 @@ def edges_of(w, config, varies, output) -> list[str]:
     edges = [
         (sender, receiver)
         for sender, receiver in itertools.product(writes, reads)
-        if place[sender] < place[receiver.split(".")[0]] and bool((writes[sender] & reads[receiver] & varies).any())
+        if place[sender] < place[receiver.split(".")[0]]
+        and bool((writes[sender] & reads[receiver] & varies).any())
     ]
     wanted = {"logits"}
     for sender in sorted(writes, key=lambda name: -place[name]):
         if any(receiver.split(".")[0] in wanted for one, receiver in edges if one == sender):
             wanted.add(sender)
-    return sorted(f"{sender}->{receiver}" for sender, receiver in edges if receiver.split(".")[0] in wanted)
+    return sorted(
+        f"{sender}->{receiver}" for sender, receiver in edges if receiver.split(".")[0] in wanted
+    )
 
 
 def prompt(name: str, words: list, rng: random.Random, clean: bool) -> list:
@@ -119,7 +131,9 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     for name, (make, words) in PROGRAMS.items():
         program = make()
-        model = compiling.compile_rasp_to_model(program, vocab=set(words), max_seq_len=LENGTH, compiler_bos="BOS")
+        model = compiling.compile_rasp_to_model(
+            program, vocab=set(words), max_seq_len=LENGTH, compiler_bos="BOS"
+        )
         config, labels = model.model_config, [str(label) for label in model.residual_labels]
         assert not config.layer_norm and not config.causal
         output = [i for i, label in enumerate(labels) if label.split(":")[0] == program.label]
@@ -127,22 +141,40 @@ def main() -> None:
         rng = random.Random(0)
         rows = [prompt(name, words, rng, at < 32) for at in range(64)]
         ids = [[model.input_encoder.encoding_map[token] for token in ["BOS", *row]] for row in rows]
-        streams = torch.tensor(np.concatenate([model.apply(["BOS", *row]).residuals[-1] for row in rows]))
+        streams = torch.tensor(
+            np.concatenate([model.apply(["BOS", *row]).residuals[-1] for row in rows])
+        )
         varies = (streams - streams[:1]).abs().amax((0, 1)) > 1e-4
         edges = edges_of(w, config, varies, output)
         facts = {
-            "n_layers": config.num_layers, "n_heads": config.num_heads, "d_head": config.key_size,
-            "d_mlp": config.mlp_hidden_size, "d_model": len(labels), "n_ctx": LENGTH + 1,
-            "d_vocab": w["embed.W_E"].shape[0], "d_vocab_out": len(output),
-        }  # fmt: skip
+            "n_layers": config.num_layers,
+            "n_heads": config.num_heads,
+            "d_head": config.key_size,
+            "d_mlp": config.mlp_hidden_size,
+            "d_model": len(labels),
+            "n_ctx": LENGTH + 1,
+            "d_vocab": w["embed.W_E"].shape[0],
+            "d_vocab_out": len(output),
+        }
         header = {
-            "facts": json.dumps(facts), "edges": json.dumps(edges), "labels": json.dumps(labels),
-            "vocabulary": json.dumps({str(key): int(i) for key, i in model.input_encoder.encoding_map.items()}),
+            "facts": json.dumps(facts),
+            "edges": json.dumps(edges),
+            "labels": json.dumps(labels),
+            "vocabulary": json.dumps(
+                {str(key): int(i) for key, i in model.input_encoder.encoding_map.items()}
+            ),
             "outputs": json.dumps([labels[i] for i in output]),
-            "source": "compiled by tracr-pypi 1.0.0 from its own library of programs (DeepMind; Apache License 2.0)",
-        }  # fmt: skip
+            "source": (
+                "compiled by tracr-pypi 1.0.0 from its own library of programs (DeepMind; Apache"
+                " License 2.0)"
+            ),
+        }
         kept = {**w, "prompts": torch.tensor(ids), "streams": streams[:4]}
-        save_file({key: value.contiguous() for key, value in kept.items()}, OUT / f"{name}.safetensors", header)
+        save_file(
+            {key: value.contiguous() for key, value in kept.items()},
+            OUT / f"{name}.safetensors",
+            header,
+        )
         print(name, facts, edges)
 
 

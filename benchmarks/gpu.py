@@ -1,12 +1,14 @@
-"""Tokens a second and memory on an accelerator: runs, compiled programs and batches of requests, and the engine.
+"""Tokens a second and memory on an accelerator: runs, compiled programs and batches of requests,
+and the engine.
 
-    python benchmarks/gpu.py [--only runs,batches,compiled] [--device cuda] [--width 2048] [--layers 16]
+    python benchmarks/gpu.py [--only runs,batches,compiled] [--device cuda] [--width 2048] [--layers
+    16]
                              [--positions 1024] [--rows 8] [--rounds 10]
 
-One Llama with random weights in bfloat16, 850 million parameters unless sizes are given. All rows of a table are
-done in turn in one process; a ratio is to the plain model's in the same round. Memory is the most that the device's
-allocator held, less what it held before. Where there is no accelerator (``--device cpu``, to try the script) it is
-not told.
+One Llama with random weights in bfloat16, 850 million parameters unless sizes are given. All rows
+of a table are done in turn in one process; a ratio is to the plain model's in the same round.
+Memory is the most that the device's allocator held, less what it held before. Where there is no
+accelerator (``--device cpu``, to try the script) it is not told.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ Jobs = dict[str, Callable[[], Any]]
 
 
 def watched(name: str, job: Callable[[], Any], held: dict[str, int]) -> Callable[[], Any]:
-    """The same thing done on an accelerator, and the most bytes that it held besides what was there."""
+    """The same thing done on an accelerator, and the most bytes that it held besides what was
+    there.
+    """
 
     def run() -> None:
         torch.cuda.synchronize()
@@ -49,18 +53,27 @@ def table(title: str, jobs: Jobs, tokens: int, rounds: int, device: str) -> None
         jobs = {name: watched(name, job, held) for name, job in jobs.items()}
     found = alternated(jobs, rounds, device)
     held |= {NULL: held[next(iter(jobs))]} if held else {}
-    print(f"\n{title}\n\n| | tokens a second | time, of the first row's | most held, MB |\n|---|---|---|---|")
+    print(
+        f"\n{title}\n\n| | tokens a second | time, of the first row's | most held, MB"
+        " |\n|---|---|---|---|"
+    )
     for name, timed in found.items():
         most = f"{held[name] / 2**20:.0f}" if held else "–"
-        print(f"| {name} | {tokens / timed.seconds:,.0f} | {spread(timed.ratios)} | {most} |", flush=True)
+        print(
+            f"| {name} | {tokens / timed.seconds:,.0f} | {spread(timed.ratios)} | {most} |",
+            flush=True,
+        )
 
 
 def model(width: int, layers: int, device: str) -> TransformerBridge:
     """A Llama that never ends a text."""
     made = llama(
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
-        num_key_value_heads=max(width // 256, 1), intermediate_size=width * 11 // 4,
-    ).to(device, torch.bfloat16)  # fmt: skip
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(width // 256, 1),
+        intermediate_size=width * 11 // 4,
+    ).to(device, torch.bfloat16)
     made.generation_config.eos_token_id = None
     return TransformerBridge(made)
 
@@ -86,10 +99,16 @@ def runs(bridge: TransformerBridge, tokens: torch.Tensor) -> Jobs:
     return {
         "`hf(tokens)`": lambda: hf(tokens),
         "`bridge(tokens)`": lambda: bridge(tokens),
-        "`run_with_hooks`, one edit of the stream": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[edit]),
+        "`run_with_hooks`, one edit of the stream": lambda: bridge.run_with_hooks(
+            tokens, fwd_hooks=[edit]
+        ),
         "the same in a trace": traced,
-        "`run_with_cache`, the stream of every layer": lambda: bridge.run_with_cache(tokens, names_filter=streams),
-        "`run_with_cache`, everything, at the last position": lambda: bridge.run_with_cache(tokens, pos_slice=-1),
+        "`run_with_cache`, the stream of every layer": lambda: bridge.run_with_cache(
+            tokens, names_filter=streams
+        ),
+        "`run_with_cache`, everything, at the last position": lambda: bridge.run_with_cache(
+            tokens, pos_slice=-1
+        ),
         "`run_with_cache`, every layer's pattern, kept and not read": lambda: bridge.run_with_cache(
             tokens, names_filter=patterns
         ),
@@ -97,15 +116,17 @@ def runs(bridge: TransformerBridge, tokens: torch.Tensor) -> Jobs:
         "one head's pattern, edited": lambda: bridge.run_with_hooks(
             tokens, fwd_hooks=[(pattern, Scale(0.5, heads=[0]))]
         ),
-        "`run_with_cache`, one layer's pattern, read": lambda: bridge.run_with_cache(tokens, names_filter=pattern)[1][
-            pattern
-        ],
+        "`run_with_cache`, one layer's pattern, read": lambda: bridge.run_with_cache(
+            tokens, names_filter=pattern
+        )[1][pattern],
         "a lens at the last position": lambda: bridge.lens(tokens, pos_slice=-1).top(1),
     }
 
 
 def compiled(bridge: TransformerBridge, tokens: torch.Tensor) -> Jobs:
-    """The same with torch's compiler: the plain model, and programs with an edit and with a capture."""
+    """The same with torch's compiler: the plain model, and programs with an edit and with a
+    capture.
+    """
     hf, middle = bridge.original_model, bridge.cfg.n_layers // 2
     at = f"blocks.{middle}.hook_resid_pre"
     vector = torch.randn(bridge.cfg.d_model, device=tokens.device, dtype=torch.bfloat16)
@@ -124,7 +145,9 @@ def compiled(bridge: TransformerBridge, tokens: torch.Tensor) -> Jobs:
 def batches(bridge: TransformerBridge, requests: int, new: int) -> Jobs:
     """Requests of 4 to 120 tokens."""
     torch.manual_seed(0)
-    prompts = [torch.randint(3, 30000, (int(n),)).tolist() for n in torch.randint(4, 121, (requests,))]
+    prompts = [
+        torch.randint(3, 30000, (int(n),)).tolist() for n in torch.randint(4, 121, (requests,))
+    ]
     jobs = ways(bridge, prompts, new)
     return {name: job for name, job in jobs.items() if "generate_batch" in name}
 
@@ -146,7 +169,10 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     bridge = model(given.width, given.layers, given.device)
     parameters = sum(each.numel() for each in bridge.original_model.parameters())
-    print(f"{given.layers} layers of width {given.width}, {parameters / 1e9:.2f} billion parameters, bfloat16")
+    print(
+        f"{given.layers} layers of width {given.width}, {parameters / 1e9:.2f} billion parameters,"
+        " bfloat16"
+    )
     tokens = torch.randint(1, 30000, (given.rows, given.positions), device=given.device)
     shape = f"{given.rows} prompts of {given.positions} tokens"
     wanted, device, rounds = given.only.split(","), given.device, given.rounds
@@ -155,11 +181,19 @@ def main() -> None:
     if "batches" in wanted:
         requests, new = 64, 24
         jobs = batches(bridge, requests, new)
-        table(f"{requests} requests, {new} new tokens each", jobs, requests * new, max(rounds // 3, 2), device)
+        table(
+            f"{requests} requests, {new} new tokens each",
+            jobs,
+            requests * new,
+            max(rounds // 3, 2),
+            device,
+        )
     if "compiled" in wanted:
         table(f"Compiled: {shape}", compiled(bridge, tokens), tokens.numel(), rounds, device)
     if importlib.util.find_spec("vllm") is None:
-        print("\nThe engine was not measured: vllm is not installed here. `make engine` measures it.")
+        print(
+            "\nThe engine was not measured: vllm is not installed here. `make engine` measures it."
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""`make extras`: the wheel, installed where nothing is, with each extra alone, and used; a part of docs/versions.md.
+"""`make extras`: the wheel, installed where nothing is, with each extra alone, and used; a part of
+benchmarks/VERSIONS.md.
 
-Each row is a new environment: torch's build for CPUs, then the wheel of `dist/` with one extra, then what that extra is
-for (`tests/distribution/uses.py`). Without an extra it is the README's first example, also with an older transformers.
-Then what pip would choose beside other libraries; nothing of that is installed.
+Each row is a new environment: torch's build for CPUs, then the wheel of `dist/` with one extra,
+then what that extra is for (`tests/distribution/uses.py`). Without an extra it is the README's
+first example, also with an older transformers. Then what pip would choose beside other libraries;
+nothing of that is installed.
 
     python benchmarks/installed.py [--only pictures,onnx,beside]
 """
@@ -24,10 +26,13 @@ from pathlib import Path
 from benchmarks.versions import HERE, INSTALLED, NEWEST, PAGE, ROOT, SMALL, NotMeasured, run
 from tests.distribution.uses import BRIDGE, COMMANDS, USES
 
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 HEAD = f"""{INSTALLED}
-By `make extras`: in each row an empty environment gets torch {SMALL} for CPUs, then the wheel with that extra and what
-it brings, and then what the extra is for is run (`tests/distribution/uses.py`), away from the checkout.
+Measured by `make extras`: in each row, torch {SMALL} for CPUs is installed in an empty environment, then the wheel
+with that extra and its dependencies; then the features that need the extra are run (`tests/distribution/uses.py`),
+outside the checkout.
 
 | extra | transformers | packages | size | what was run | |
 |---|---|---|---|---|---|
@@ -36,8 +41,8 @@ it brings, and then what the extra is for is run (`tests/distribution/uses.py`),
 NEIGHBOURS = ("sae-lens", "nnsight", "peft", "accelerate", "vllm", "lm-eval")
 BESIDE = "## Beside other libraries\n"
 BESIDE_HEAD = f"""{BESIDE}
-What pip chooses where the wheel is asked for together with another library, in an empty environment (`--dry-run`).
-`bridge.engine` asks for vLLM 0.32, which the extra `vllm` brings.
+The versions that pip selects if the wheel and another library are installed together in an empty environment
+(`--dry-run`). `bridge.engine` needs vLLM 0.32, which the extra `vllm` installs.
 
 | library | transformers | torch | packages |
 |---|---|---|---|
@@ -58,7 +63,11 @@ class Row:
     def written(self, packages: int, size: int, result: str) -> str:
         done = "the README's first example" if not self.extra else "what it is for"
         if self.extra in COMMANDS:
-            done = " ".join(COMMANDS[self.extra][:2]) if self.extra != "notebooks" else "a notebook of `examples/`"
+            done = (
+                " ".join(COMMANDS[self.extra][:2])
+                if self.extra != "notebooks"
+                else "a notebook of `examples/`"
+            )
             done = re.sub(r"^-m (\w+)", r"`\1`", done)
         return f"{self.begin} {packages} | {size} MB | {done} | {result} |"
 
@@ -80,7 +89,9 @@ def first_example() -> str:
 
 
 def installed(row: Row, wheel: Path) -> Path:
-    """The interpreter of a new environment with torch, the wheel and the extra; the first two are put there once."""
+    """The interpreter of a new environment with torch, the wheel and the extra; the first two are
+    put there once.
+    """
     base, folder = HERE / f"wheel-{row.transformers}", HERE / "installed"
     kept = HERE / "kept.txt"
     kept.write_text(f"torch=={SMALL}\ntransformers=={row.transformers}\n")
@@ -122,15 +133,20 @@ def used(python: Path, row: Row, source: Path) -> None:
         commands = [command] if row.extra else [["-c", first_example()], command]
         for each in commands:
             done = subprocess.run(
-                [str(python), *each], capture_output=True, text=True, env=environment,
+                [str(python), *each],
+                capture_output=True,
+                text=True,
+                env=environment,
                 cwd=source if row.extra in COMMANDS else empty,
-            )  # fmt: skip
+            )
             if done.returncode:
                 raise NotMeasured(f"fails: {(done.stderr.strip() or done.stdout.strip())[-600:]}")
 
 
 def beside(wheel: Path) -> None:
-    """Writes the page's last table: what pip chooses where the wheel is asked for together with another library."""
+    """Writes the page's last table: what pip chooses where the wheel is asked for together with
+    another library.
+    """
     python = HERE / "empty" / "bin" / "python"
     if not python.exists():
         run(sys.executable, "-m", "venv", python.parent.parent)
@@ -151,22 +167,36 @@ def beside(wheel: Path) -> None:
         )
         try:
             chosen = [each["metadata"] for each in json.loads(run(python, *asked))["install"]]
-            versions = {re.sub("[_.]", "-", each["name"].lower()): each["version"] for each in chosen}
+            versions = {
+                re.sub("[_.]", "-", each["name"].lower()): each["version"] for each in chosen
+            }
             lines.append(
-                f"| {name} {versions[name]} | {versions['transformers']} | {versions['torch']} | {len(chosen)} |"
+                f"| {name} {versions[name]} | {versions['transformers']} | {versions['torch']} |"
+                f" {len(chosen)} |"
             )
         except NotMeasured as why:
             print(f"{name}: {why}", file=sys.stderr, flush=True)
             lines.append(f"| {name} | does not resolve | | |")
         print(lines[-1], flush=True)
-    PAGE.write_text(PAGE.read_text().partition(BESIDE)[0].rstrip() + "\n\n" + BESIDE_HEAD + "\n".join(lines) + "\n")
+    PAGE.write_text(
+        PAGE.read_text().partition(BESIDE)[0].rstrip()
+        + "\n\n"
+        + BESIDE_HEAD
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def write(row: Row, line: str) -> None:
     """Puts a row into the page's table; the others stay."""
     before, _, behind = PAGE.read_text().partition(INSTALLED)
     table, title, last = behind.partition(BESIDE)
-    there = {other: found for other in ROWS for found in table.splitlines() if found.startswith(other.begin)}
+    there = {
+        other: found
+        for other in ROWS
+        for found in table.splitlines()
+        if found.startswith(other.begin)
+    }
     there[row] = line
     lines = [there.get(other, f"{other.begin} | | | not measured |") for other in ROWS]
     PAGE.write_text(before.rstrip() + "\n\n" + HEAD + "\n".join(lines) + "\n\n" + title + last)
@@ -174,7 +204,9 @@ def write(row: Row, line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="names of extras, none-5.23.0 or beside, with commas")
+    parser.add_argument(
+        "--only", default="", help="names of extras, none-5.23.0 or beside, with commas"
+    )
     given = parser.parse_args()
     (wheel,) = (ROOT / "dist").glob("*.whl")
     HERE.mkdir(exist_ok=True)

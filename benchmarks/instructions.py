@@ -1,4 +1,6 @@
-"""The processor's own count of instructions, which is the same on a busy machine: Linux, where the counter exists."""
+"""The processor's own count of instructions, which is the same on a busy machine: Linux, where the
+counter exists.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class InstructionCounter:
         self._file = -1
         number = _CALL.get(platform.machine()) if platform.system() == "Linux" else None
         if number is not None:
-            head = struct.pack("IIQQQQQ", _HARDWARE, _SIZE, _INSTRUCTIONS, 0, 0, 0, _NO_KERNEL_NO_HYPERVISOR)
+            head = struct.pack(
+                "IIQQQQQ", _HARDWARE, _SIZE, _INSTRUCTIONS, 0, 0, 0, _NO_KERNEL_NO_HYPERVISOR
+            )
             self._file = ctypes.CDLL(None).syscall(number, head.ljust(_SIZE, b"\0"), 0, -1, -1, 0)
 
     def now(self) -> int | None:

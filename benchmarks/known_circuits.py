@@ -1,4 +1,5 @@
-"""How well methods tell the edges of known circuits from the others: the tables of docs/bases.md and docs/circuits.md.
+"""How well methods tell the edges of known circuits from the others: the tables of docs/bases.md
+and docs/circuits.md.
 
 python benchmarks/known_circuits.py
 """
@@ -37,8 +38,12 @@ METHODS = {
 MORE = {
     "EAP-IG, own activations": lambda *given: edge_attribution(*given, "own_activations", steps=10),
     "clean and corrupted": lambda *given: edge_attribution(*given, "clean_corrupted"),
-    "EAP-IG (inputs), means": lambda *given: edge_attribution(*given, "inputs", steps=10, ablation="mean"),
-    "EAP-IG (inputs), zeros": lambda *given: edge_attribution(*given, "inputs", steps=10, ablation="zero"),
+    "EAP-IG (inputs), means": lambda *given: edge_attribution(
+        *given, "inputs", steps=10, ablation="mean"
+    ),
+    "EAP-IG (inputs), zeros": lambda *given: edge_attribution(
+        *given, "inputs", steps=10, ablation="zero"
+    ),
     "exact, means": lambda *given: edge_effects(*given, verbose=False, ablation="mean"),
     "exact, zeros": lambda *given: edge_effects(*given, verbose=False, ablation="zero"),
     "information flow": lambda bridge, clean, corrupted, metric: information_flow(bridge, clean),
@@ -55,7 +60,9 @@ NODES = {
 
 
 def sampled(task: KnownCircuit) -> EdgeScores:
-    """Uniform gradient sampling, of how far answers are off: of the way to the corrupted prompts' answers."""
+    """Uniform gradient sampling, of how far answers are off: of the way to the corrupted prompts'
+    answers.
+    """
     with torch.no_grad():
         right = task.bridge(task.clean)
         way = (right - task.bridge(task.corrupted)).square().mean()
@@ -74,7 +81,9 @@ def areas(task: KnownCircuit, scores: EdgeScores) -> tuple[float, float]:
 
 
 def of_edges(task: KnownCircuit, method: Callable[..., EdgeScores] | None) -> str:
-    """A cell: the area, how many of the circuit are among as many best edges, and the CMD of greedy circuits."""
+    """A cell: the area, how many of the circuit are among as many best edges, and the CMD of greedy
+    circuits.
+    """
     given = task.bridge, task.clean, task.corrupted, task.metric()
     scores = sampled(task) if method is None else method(*given)
     among = int((scores.top(len(task.edges)).mask & task.circuit.mask).sum())
@@ -98,13 +107,31 @@ def main() -> None:
         task: KnownCircuit = compiled(program)
         given = task.bridge, task.clean, task.corrupted, task.metric()
         found = [areas(task, method(*given)) for method in METHODS.values()]
-        cells = [" / ".join("–" if value != value else f"{value:.2f}" for value in pair) for pair in found]
-        print(f"| `{program}` | {Graph.of(task.bridge).n_edges}, {len(task.edges)} | {' | '.join(cells)} |", flush=True)
+        cells = [
+            " / ".join("–" if value != value else f"{value:.2f}" for value in pair)
+            for pair in found
+        ]
+        print(
+            f"| `{program}` | {Graph.of(task.bridge).n_edges}, {len(task.edges)} |"
+            f" {' | '.join(cells)} |",
+            flush=True,
+        )
     tasks = [trained(program) for program in PROGRAMS]
     heading = "|".join(
-        ["", "scores", *(f" `{program}`, {len(task.edges)}" for program, task in zip(PROGRAMS, tasks, strict=True)), ""]
+        [
+            "",
+            "scores",
+            *(
+                f" `{program}`, {len(task.edges)}"
+                for program, task in zip(PROGRAMS, tasks, strict=True)
+            ),
+            "",
+        ]
     )
-    print(f"\nTrained models: of edges, area, how many of the circuit's n are among the best n, CMD\n{heading}")
+    print(
+        "\nTrained models: of edges, area, how many of the circuit's n are among the best n,"
+        f" CMD\n{heading}"
+    )
     for name, method in {**METHODS, **MORE, "uniform gradient sampling": None}.items():
         print(f"| {name} | {' | '.join(of_edges(task, method) for task in tasks)} |", flush=True)
     print(f"\nTrained models: of nodes, area, and how many\n{heading}")

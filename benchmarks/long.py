@@ -1,12 +1,14 @@
-"""Long prompts: what one head, one query, the statistics of all heads, a lens and a sweep take beside the plain run.
+"""Long prompts: what one head, one query, the statistics of all heads, a lens and a sweep take
+beside the plain run.
 
     python benchmarks/long.py [POSITIONS ...]
     python benchmarks/long.py sweep [POSITIONS ...]
 
-One layer of width 2,048, 32 heads with keys in 8 groups. Everything is done in turn in one process, on one thread;
-time is the processor's. Memory is the most that the process holds above what it held before, on Linux, less the plain
-run's. A sweep patches the stream before the last of two such layers, of width 512, at 32 positions, one after the
-other; it is done once, and beside it a whole run for each.
+One layer of width 2,048, 32 heads with keys in 8 groups. Everything is done in turn in one process,
+on one thread; time is the processor's. Memory is the most that the process holds above what it held
+before, on Linux, less the plain run's. A sweep patches the stream before the last of two such
+layers, of width 512, at 32 positions, one after the other; it is done once, and beside it a whole
+run for each.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ def model_of(positions: int, **fields: Any) -> tuple[Any, Any, Any]:
 
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    usual = {"hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8}
+    usual = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     usual |= {"intermediate_size": 5632, "vocab_size": 1000, "max_position_embeddings": positions}
     hf = llama(**usual | fields)
     return hf, TransformerBridge(hf), tokens_for(hf, (1, positions))
@@ -67,8 +74,8 @@ def jobs_of(positions: int) -> dict[str, Callable[[], Any]]:
     jobs: dict[str, Callable[[], Any]] = {
         PLAIN: lambda: hf(tokens),
         "one head's pattern, read": lambda: cached().part(NAME, heads=3),
-        "the same by `names_filter={name: 3}`": lambda: bridge.run_with_cache(tokens, names_filter={NAME: 3})[1].part(
-            NAME, heads=3
+        "the same by `names_filter={name: 3}`": (
+            lambda: bridge.run_with_cache(tokens, names_filter={NAME: 3})[1].part(NAME, heads=3)
         ),
         "one head's pattern, edited by an operation": lambda: edited(Scale(0.5, heads=3)),
         "one head's pattern, edited by a function": lambda: edited(Touching(halved, heads=3)),
@@ -77,7 +84,9 @@ def jobs_of(positions: int) -> dict[str, Callable[[], Any]]:
         "entropy, attention to a key and the top key, all heads": lambda: bridge.run_with_callback(
             tokens, seen(keys=[0], top=1), NAME, max_bytes=2**25
         ),
-        "a lens at all positions, the likeliest token": lambda: bridge.lens(tokens, max_bytes=2**25).top(1),
+        "a lens at all positions, the likeliest token": (
+            lambda: bridge.lens(tokens, max_bytes=2**25).top(1)
+        ),
     }
     if positions <= 4096:
         jobs["the whole pattern, read"] = lambda: cached()[NAME]
@@ -86,7 +95,9 @@ def jobs_of(positions: int) -> dict[str, Callable[[], Any]]:
 
 
 def watched(name: str, job: Callable[[], Any], held: dict[str, float]) -> Callable[[], Any]:
-    """The same thing done, and the least of what it held at its most kept: the first one loads libraries."""
+    """The same thing done, and the least of what it held at its most kept: the first one loads
+    libraries.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
     def run() -> Any:
@@ -114,7 +125,10 @@ def table(positions: int) -> list[str]:
     jobs = {name: watched(name, job, held) for name, job in jobs_of(positions).items()}
     if positions > 8192:  # minutes each: once, and the plain run before and behind
         first = once(jobs[PLAIN])
-        timed = {name: Timed((seconds := once(job), seconds), (first, first)) for name, job in jobs.items()}
+        timed = {
+            name: Timed((seconds := once(job), seconds), (first, first))
+            for name, job in jobs.items()
+        }
     else:
         timed = alternated(jobs, 3 if positions <= 4096 else 2, clock=time.process_time)
         held[NULL] = held[PLAIN]
@@ -133,9 +147,14 @@ def sweep(positions: int) -> list[str]:
     from bridge.patching import generic_activation_patch, layer_pos_patch_setter
 
     hf, bridge, tokens = model_of(
-        positions, hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        intermediate_size=1408, vocab_size=32000,
-    )  # fmt: skip
+        positions,
+        hidden_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=1408,
+        vocab_size=32000,
+    )
     name, places = "blocks.1.hook_resid_pre", range(positions // 64, positions, positions // 32)
     _, clean = bridge.run_with_cache(tokens.flip(1), names_filter=name)
     metric = lambda logits: logits[0, -1, 5]
@@ -143,9 +162,16 @@ def sweep(positions: int) -> list[str]:
     def ours() -> Any:
         table = {"layer": [1] * len(places), "pos": list(places)}
         return generic_activation_patch(
-            bridge, tokens, clean, metric, layer_pos_patch_setter, "resid_pre", index_df=pandas.DataFrame(table),
-            max_bytes=2**28, verbose=False,
-        )  # fmt: skip
+            bridge,
+            tokens,
+            clean,
+            metric,
+            layer_pos_patch_setter,
+            "resid_pre",
+            index_df=pandas.DataFrame(table),
+            max_bytes=2**28,
+            verbose=False,
+        )
 
     def plain() -> Any:
         def at(position: int) -> Any:
@@ -169,7 +195,8 @@ def sweep(positions: int) -> list[str]:
         took[what] = time.process_time() - begun
     off = float((found["a sweep"] - found["a whole run for each"]).abs().max())
     rows = [
-        f"| {what} | {took[what]:.1f} s | {took[what] / took[PLAIN]:.2f} | {held[what] - held[PLAIN]:.0f} |"
+        f"| {what} | {took[what]:.1f} s | {took[what] / took[PLAIN]:.2f} |"
+        f" {held[what] - held[PLAIN]:.0f} |"
         for what in jobs
     ]
     head = "| | time | of the plain run's | most, MB above the plain run |"

@@ -1,9 +1,10 @@
-"""What long prompts need: the most that a process holds in a run, above its plain run, and what it still holds after.
+"""What long prompts need: the most that a process holds in a run, above its plain run, and what it
+still holds after.
 
     python benchmarks/memory.py [POSITIONS]
 
-Each row is a process of its own, on Linux, which counts a process's pages. The plain run has two rows: they say what
-the allocator adds by itself.
+Each row is a process of its own, on Linux, which counts a process's pages. The plain run has two
+rows: they say what the allocator adds by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ROWS = (
 
 
 def run(name: str, positions: int) -> None:
-    """Does one thing after a plain run; prints megabytes at its most, afterwards, and when trimmed."""
+    """Does one thing after a plain run; prints megabytes at its most, afterwards, and when
+    trimmed.
+    """
     import torch
     from rows import llama, tokens_for
 
@@ -45,10 +48,18 @@ def run(name: str, positions: int) -> None:
     jobs: dict[str, Callable[[], Any]] = {
         PLAIN: lambda: hf(tokens),
         "one residual stream": lambda: bridge.run_with_cache(tokens, names_filter=stream),
-        "one residual stream, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, names_filter=stream, pos_slice=-1),
-        "one pattern, which nobody reads": lambda: bridge.run_with_cache(tokens, names_filter=pattern),
-        "one pattern, read": lambda: bridge.run_with_cache(tokens, names_filter=pattern)[1][pattern],
-        "all patterns, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, names_filter=patterns, pos_slice=-1),
+        "one residual stream, `pos_slice=-1`": lambda: bridge.run_with_cache(
+            tokens, names_filter=stream, pos_slice=-1
+        ),
+        "one pattern, which nobody reads": lambda: bridge.run_with_cache(
+            tokens, names_filter=pattern
+        ),
+        "one pattern, read": lambda: bridge.run_with_cache(tokens, names_filter=pattern)[1][
+            pattern
+        ],
+        "all patterns, `pos_slice=-1`": lambda: bridge.run_with_cache(
+            tokens, names_filter=patterns, pos_slice=-1
+        ),
         "everything, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, pos_slice=-1),
         "a hook on one pattern that only looks": lambda: bridge.run_with_hooks(
             tokens, fwd_hooks=[(pattern, lambda x, hook: None)]
@@ -88,7 +99,8 @@ def table(positions: int) -> list[str]:
     for name in (PLAIN, *ROWS):
         command = [sys.executable, __file__, name, str(positions)]
         most, after, trimmed = map(
-            float, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
+            float,
+            subprocess.run(command, capture_output=True, check=True, text=True).stdout.split(),
         )
         label = name if first is not None and name != PLAIN else f"{name} ({most:.0f} MB)"
         first = most if first is None else first

@@ -1,6 +1,8 @@
-"""Makes docs/models.md: what a bridge offers of every text architecture of transformers, tried on a tiny instance.
+"""Tries what a bridge offers of every text architecture of transformers, on a tiny instance, and
+writes the section "models" of docs/lookup.json.
 
-``python benchmarks/models.py [TASK:TYPE ... | CLASS ...]``: without these, writes the page; else prints their rows.
+``python benchmarks/models.py [TASK:TYPE ... | CLASS ...]``: without these, writes the file; else
+prints their rows.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,15 +27,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adapters import UnsupportedModelError, verify
 from adapters.attention import Attention
+from adapters.families import CLASSES
 from adapters.feed_forward import MLP, MoE
 from adapters.inputs import sample_inputs
 from adapters.mixers import Mixer
 from adapters.proofs.proofs import NOT_PROVED
 from adapters.registry import family_of
-from benchmarks.named_by_transformer_lens import NAMED
 from bridge import TransformerBridge
 from bridge.native.native import NativeModel
 from tests.every_type.cases import switched
+from tests.named_by_transformer_lens import NAMED
 from tests.tiny_models import (
     CANNOT_BE_BUILT,
     MAPPINGS,
@@ -47,9 +49,9 @@ from tests.tiny_models import (
     tiny_of,
     types,
 )
+from tools.lookup import COLUMNS, TRANSFORMS, counts, write
 from weight_processing.check import ProcessingError
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 TITLES: dict[Task, str] = {
     "causal": "Causal language models",
     "masked": "Masked language models",
@@ -59,31 +61,66 @@ TITLES: dict[Task, str] = {
 }
 #: Classes that read images or sound, and have no text.
 WITHOUT_TEXT: dict[str, tuple[str, ...]] = {
-    "Vision transformers": (
-        "ViTForImageClassification", "DeiTForImageClassification", "Dinov2ForImageClassification",
-        "Dinov2WithRegistersForImageClassification", "DINOv3ViTModel",
-        "SiglipVisionModel", "SiglipForImageClassification", "CLIPVisionModel", "CLIPForImageClassification",
-        "BeitForImageClassification", "Data2VecVisionForImageClassification", "ViTMSNForImageClassification",
-        "IJepaForImageClassification", "PixioModel", "BlipVisionModel", "Siglip2VisionModel", "YolosModel",
-        "ViTMAEModel", "ViTMAEForPreTraining", "VideoMAEModel", "SwinForImageClassification",
+    "vision": (
+        "ViTForImageClassification",
+        "DeiTForImageClassification",
+        "Dinov2ForImageClassification",
+        "Dinov2WithRegistersForImageClassification",
+        "DINOv3ViTModel",
+        "SiglipVisionModel",
+        "SiglipForImageClassification",
+        "CLIPVisionModel",
+        "CLIPForImageClassification",
+        "BeitForImageClassification",
+        "Data2VecVisionForImageClassification",
+        "ViTMSNForImageClassification",
+        "IJepaForImageClassification",
+        "PixioModel",
+        "BlipVisionModel",
+        "Siglip2VisionModel",
+        "YolosModel",
+        "ViTMAEModel",
+        "ViTMAEForPreTraining",
+        "VideoMAEModel",
+        "SwinForImageClassification",
     ),
-    "Encoders of sound": (
-        "Wav2Vec2Model", "Wav2Vec2ForCTC", "HubertModel", "HubertForCTC", "WavLMModel", "UniSpeechModel", "SEWModel",
-        "Data2VecAudioModel", "Wav2Vec2BertModel", "Wav2Vec2ConformerModel", "ASTForAudioClassification",
+    "sound": (
+        "Wav2Vec2Model",
+        "Wav2Vec2ForCTC",
+        "HubertModel",
+        "HubertForCTC",
+        "WavLMModel",
+        "UniSpeechModel",
+        "SEWModel",
+        "Data2VecAudioModel",
+        "Wav2Vec2BertModel",
+        "Wav2Vec2ConformerModel",
+        "ASTForAudioClassification",
         "WhisperForAudioClassification",
     ),
-}  # fmt: skip
-#: As many as a type is tried in.
-CONFIGURATIONS = 3
-_BESIDE = "Classes without text, or without a head"
+}
+#: What the rows are of, by the name in docs/lookup.json.
+GROUPS: dict[str, str] = {
+    **TITLES,
+    "vision": "Vision transformers",
+    "sound": "Encoders of sound",
+    "beside": "Classes without text, or without a head",
+}
 _NO_INSTANCE = "no tiny instance"
 #: How much of a model is offered, the least first.
 _AMOUNTS = ("–", "stream", "parts", "full")
 #: What a class of transformers ends in that cannot be made of a configuration.
 _NOT_BUILT = (
-    ValueError, TypeError, AttributeError, AssertionError, ImportError, ArithmeticError, LookupError, RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
     StrictDataclassError,
-)  # fmt: skip
+)
 #: What is said of a type for which a class of another package needs to be there.
 _MISSING_PACKAGE = "its class needs a package that is not installed"
 
@@ -95,7 +132,8 @@ class Row:
     Attributes:
         type, cls: the model type and its class.
         how: ``declared``, ``inferred``, or ``–``.
-        offered: ``full``, ``parts`` (what is added to the stream, but not all that is inside), ``stream``, ``–``.
+        offered: ``full``, ``parts`` (what is added to the stream, but not all that is inside),
+            ``stream``, ``–``.
         points: how many hook points there are.
         proved: `adapters.verify` proves all that is declared, without exception.
         processed: the transforms of `process_weights` that are done.
@@ -118,31 +156,49 @@ class Row:
         """Fully offered, and proved."""
         return self.offered == "full" and self.proved
 
-    def __str__(self) -> str:
-        proved = "yes" if self.proved else "–"
-        tried = str(self.tried if self.how != "–" else 0)
-        cells = (
+    def columns(self, task: str) -> list[object]:
+        """The row of docs/lookup.json, in the order of `COLUMNS`."""
+        return [
+            task,
             self.type,
             self.cls,
+            listed_base(self.cls) if self.how == "declared" else "",
             self.how,
             self.offered,
-            tried,
-            str(self.points),
-            proved,
-            self.processed,
-            self.reason,
-        )
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"
+            self.tried if self.how != "–" else 0,
+            self.points,
+            self.proved,
+            "".join(
+                str(TRANSFORMS.index(each)) if each in TRANSFORMS else each
+                for each in self.processed.split(", ")
+                if each != "none"
+            ),
+            self.reason.replace("\n", " "),
+        ]
+
+
+def listed_base(name: str) -> str:
+    """The class that a class of transformers has its adapter from: itself, or a base of it."""
+    listed = {
+        each for families in CLASSES.values() for names in families.values() for each in names
+    }
+    return next(
+        base.__name__ for base in getattr(transformers, name).__mro__ if base.__name__ in listed
+    )
 
 
 def row(model_type: str, task: Task) -> Row:
-    """Tries one type in three configurations: the usual one, a wide one, one with other options or other heads."""
+    """Tries one type in three configurations: the usual one, a wide one, one with other options or
+    other heads.
+    """
     try:
         cls = model_class(model_type, task)
     except ImportError:
         return Row(model_type, "–", reason=_MISSING_PACKAGE)
     if model_type in CANNOT_BE_BUILT:
-        return Row(model_type, cls.__name__, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}")
+        return Row(
+            model_type, cls.__name__, reason=f"no tiny instance: {CANNOT_BE_BUILT[model_type]}"
+        )
     return _of_three(model_type, cls, partial(tiny_config, model_type, task))
 
 
@@ -152,7 +208,9 @@ def row_of_class(name: str) -> Row:
     return _of_three(getattr(cls.config_class, "model_type", "–"), cls, partial(config_for, cls))
 
 
-def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]) -> Row:
+def _of_three(
+    model_type: str, cls: type[PreTrainedModel], configured: Callable[..., PreTrainedConfig]
+) -> Row:
     """The row of the usual configuration, less what does not hold of the others.
 
     Args:
@@ -184,11 +242,17 @@ def _of_three(model_type: str, cls: type[PreTrainedModel], configured: Callable[
         elif usual.is_full and not each.is_full:
             offered, proved = min(offered, each.offered, key=_AMOUNTS.index), proved and each.proved
             reasons.append(f"with {said}: {each.reason or each.offered}")
-    return replace(usual, offered=offered, proved=proved, reason="; ".join(reasons), tried=1 + len(made))
+    return replace(
+        usual, offered=offered, proved=proved, reason="; ".join(reasons), tried=1 + len(made)
+    )
 
 
-def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]) -> PreTrainedConfig:
-    """A configuration with other fields: of one of several parts, those of its text, and of an encoder of the kind."""
+def _with(
+    configured: Callable[..., PreTrainedConfig], fields: Mapping[str, object]
+) -> PreTrainedConfig:
+    """A configuration with other fields: of one of several parts, those of its text, and of an
+    encoder of the kind.
+    """
     sizes = {name: value for name, value in fields.items() if name == "sizes"}
     plain = configured(**sizes)
     text = _text_of(plain)
@@ -204,7 +268,9 @@ def _with(configured: Callable[..., PreTrainedConfig], fields: Mapping[str, obje
 
 
 def _text_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a configuration that is of its text: the decoder's, where there is an encoder as well."""
+    """The part of a configuration that is of its text: the decoder's, where there is an encoder as
+    well.
+    """
     return config.get_text_config(decoder=True)
 
 
@@ -229,7 +295,9 @@ def _options(
         except _NOT_BUILT:
             continue
         option = f"{name}={value}"
-        if _is_refused(cls, model.config, option) or (of_text and _is_refused(of_text, _text_of(model.config), option)):
+        if _is_refused(cls, model.config, option) or (
+            of_text and _is_refused(of_text, _text_of(model.config), option)
+        ):
             refused.append(option)
         else:
             options[name] = value
@@ -251,16 +319,22 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
     try:
         model = build()
     except _NOT_BUILT as error:
-        return Row(model_type, name, reason=f"{_NO_INSTANCE}: {first_line(error.__cause__ or error)}")
+        return Row(
+            model_type, name, reason=f"{_NO_INSTANCE}: {first_line(error.__cause__ or error)}"
+        )
     try:
         bridge = TransformerBridge(model, cache_declaration=False)
     except (UnsupportedModelError, *_NOT_BUILT) as error:
         said = str(error)
-        why = said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)
+        why = (
+            said.partition(": so what plays")[0] if ": so what plays" in said else first_line(error)
+        )
         return Row(model_type, name, reason=why.rstrip("."))
     offered = bridge.offered()
     proved, reason = _proved(bridge)
-    left_out = sorted(why for why in set(offered.not_offered.values()) if not why.startswith(NOT_PROVED))
+    left_out = sorted(
+        why for why in set(offered.not_offered.values()) if not why.startswith(NOT_PROVED)
+    )
     reasons = [*left_out[:2], *([reason] if reason else [])] or _not_taken_apart(bridge)
     return Row(
         model_type,
@@ -276,8 +350,15 @@ def _tried(model_type: str, name: str, build: Callable[[], PreTrainedModel]) -> 
 
 def _not_taken_apart(bridge: TransformerBridge) -> list[str]:
     """What is shown by what enters and leaves it, where nothing else says so."""
-    steps = [step for stack in bridge.architecture.stacks for block in stack.every_block for step in block.steps]
-    parts = [step.part.path for step in steps if isinstance(step.part, Mixer) and not step.part.mixes]
+    steps = [
+        step
+        for stack in bridge.architecture.stacks
+        for block in stack.every_block
+        for step in block.steps
+    ]
+    parts = [
+        step.part.path for step in steps if isinstance(step.part, Mixer) and not step.part.mixes
+    ]
     return [f"{path} is no MLP" for path in dict.fromkeys(parts)]
 
 
@@ -294,13 +375,24 @@ def shortened(text: str, most: int = 130) -> str:
 def how_much(bridge: TransformerBridge) -> str:
     """How much of a model has hook points."""
     reasons = bridge.offered().not_offered
-    not_offered = [name for name, why in reasons.items() if " " not in name or not why.startswith(NOT_PROVED)]
+    not_offered = [
+        name for name, why in reasons.items() if " " not in name or not why.startswith(NOT_PROVED)
+    ]
     blocks = [block for stack in bridge.architecture.stacks for block in stack.every_block]
     if any(not block.steps for block in blocks):
-        return "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
-    opaque = any(isinstance(step.part, Mixer) and not step.part.mixes for block in blocks for step in block.steps)
+        return (
+            "stream" if any(name.endswith("hook_resid_pre") for name in bridge.hook_dict) else "–"
+        )
+    opaque = any(
+        isinstance(step.part, Mixer) and not step.part.mixes
+        for block in blocks
+        for step in block.steps
+    )
     parts = [step.part for block in blocks for step in block.steps]
-    known = any(isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.layers) for part in parts)
+    known = any(
+        isinstance(part, Attention | MLP | MoE) or (isinstance(part, Mixer) and part.layers)
+        for part in parts
+    )
     if opaque or not_offered:
         return "parts"
     return "full" if known else "parts"
@@ -322,7 +414,14 @@ def _processed(bridge: TransformerBridge) -> str:
     """Which transforms are done, with log probabilities as before."""
     try:
         bridge.process_weights()
-    except (ProcessingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ProcessingError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         return f"refused ({shortened(first_line(error), 60)})"
     done = [step for step, said in bridge.cfg.processed.items() if said == "done"]
     return ", ".join(done) or "none"
@@ -354,60 +453,20 @@ def named(found: Mapping[str, Row]) -> str:
     offered = [each for each in seen if each.offered != "–"]
     full = sum(each.offered == "full" and each.proved for each in seen)
     parts = sum(each.offered in ("full", "parts") for each in seen)
-    missing = "; ".join(f"{each.cls} ({shortened(each.reason)})" for each in seen if each.offered == "–")
+    missing = "; ".join(
+        f"{each.cls} ({shortened(each.reason)})" for each in seen if each.offered == "–"
+    )
     return (
-        f"Of the {len(NAMED)} classes that TransformerLens 4.3.0 names and transformers has, {len(offered)} are "
-        f"offered, {full} fully and proved, {parts} at least with the stream and its parts. The others: "
-        f"{missing or 'none'}."
+        f"Of the {len(NAMED)} classes that TransformerLens 4.3.0 names and transformers has,"
+        f" {len(offered)} are offered, {full} fully and proved, {parts} at least with the stream"
+        f" and its parts. The others: {missing or 'none'}."
     )
 
 
-def table(found: list[Row]) -> str:
-    """The rows as a table."""
-    head = "| type | class | adapter | offered | tried | points | proved | processed | what is missing |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *map(str, found)])
-
-
-def summary(found: list[Row]) -> str:
+def summary(task: str, found: Iterable[Row]) -> str:
     """The rows in numbers. Full is what is so in all configurations."""
-    full = sum(each.is_full and each.tried == CONFIGURATIONS for each in found)
-    parts = sum(each.offered in ("full", "parts") for each in found)
-    stream = sum(each.offered != "–" for each in found)
-    how = Counter(each.how for each in found)
-    return (
-        f"Of {len(found)} types, {full} are fully offered and proved in three configurations, {parts} at least with "
-        f"the stream and its parts, {stream} at least with the stream; {how['declared']} have an adapter, for "
-        f"{how['inferred']} one is inferred."
-    )
-
-
-INTRODUCTION = """# Every model
-
-<!-- Made by `make models`; a test compares some of its rows. -->
-
-**In short.** {named} To find a model, type its name above a table.
-
-What `TransformerBridge(model)` offers of every text architecture of transformers {version}, tried on a tiny random
-instance of each (`tests/tiny_models.py`): factors are not one, windows are shorter than the prompt, there is a layer of
-each kind, and noise is on every parameter.
-
-Each type is tried in three configurations: with grouped key heads where it has them; with the options of its
-configuration the other way round (biases, norms, caps, tied embeddings, one key head), all at once; and 512 wide, with
-eight heads of 64 columns. A type without options has two heads in place of four, one of keys. Options are those that a
-model can be built with. Of a model of several parts they are its text's. A row holds of all three: what is said after
-*with* fails in that configuration alone, and *refused with* names options that an adapter refuses by name, which are
-left out of the second configuration.
-
-- **adapter**: *declared* by an adapter of ours, or *inferred* from one run and proved on the model: what is not
-  proved is not offered (see [adapters](adapters.md)).
-- **offered**: *full*: the stream, attention, MLP, mixture or mixer, with all that is inside; *parts*: the stream and
-  what is added to it, and not all that is inside; *stream*: what enters and leaves the blocks.
-- **proved**: `adapters.verify` proves every claim that is declared or inferred; where it does not, the last column says
-  which.
-- **tried**: the configurations that could be built.
-- **processed**: the transforms of `process_weights` that are done, with the log probabilities as before.
-
-"""
+    rows = (dict(zip(COLUMNS, each.columns(task), strict=True)) for each in found)
+    return f"{GROUPS[task]}: " + ", ".join(f"{n} {name}" for name, n in counts(rows).items())
 
 
 def quiet() -> None:
@@ -418,18 +477,27 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def everything() -> list[str]:
-    """All that the page has a row of: ``task:type``, or a class."""
-    listed = [f"{task}:{each}" for task in TITLES for each in wanted(task)]
+def everything() -> dict[str, list[str]]:
+    """All that has a row, by group: ``task:type``, or a class."""
+    listed = {str(task): [f"{task}:{each}" for each in wanted(task)] for task in TITLES}
     beside = [name for names in WITHOUT_TEXT.values() for name in names]
-    classes = {found.__name__ for task in TITLES for each in wanted(task) if (found := _class(each, task))}
-    return [*listed, *beside, *sorted({*NAMED} - classes - {*beside})]
+    classes = {
+        found.__name__ for task in TITLES for each in wanted(task) if (found := _class(each, task))
+    }
+    others = sorted({*NAMED} - classes - {*beside})
+    return (
+        listed | {group: list(names) for group, names in WITHOUT_TEXT.items()} | {"beside": others}
+    )
 
 
 def tried(each: str) -> Row:
     """The row of a ``task:type``, or of a class."""
     task, _, name = each.rpartition(":")
-    return row_of_class(name) if not task and name in dir(transformers) else row(name, cast("Task", task or "causal"))
+    return (
+        row_of_class(name)
+        if not task and name in dir(transformers)
+        else row(name, cast("Task", task or "causal"))
+    )
 
 
 def collect(folder: Path, part: int, parts: int) -> None:
@@ -440,52 +508,56 @@ def collect(folder: Path, part: int, parts: int) -> None:
         part, parts: which rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for each in everything()[part::parts]:
+    names = [each for group in everything().values() for each in group]
+    for each in names[part::parts]:
         file = folder / f"{each.replace(':', '--')}.json"
         if not file.exists():
             file.write_text(json.dumps(asdict(tried(each))), encoding="utf-8")
 
 
-def write(folder: Path) -> None:
-    """Writes the page from the rows in a folder."""
-    found = {each: Row(**json.loads((folder / f"{each.replace(':', '--')}.json").read_text())) for each in everything()}
-    text, by_class = "", dict[str, Row]()
-
-    def section(title: str, rows: list[Row], says: str) -> str:
-        print(title, says, flush=True)
-        return f"## {title}\n\n{says}\n\n{table(rows)}\n\n"
-
-    for task, title in TITLES.items():
-        rows = [found.pop(f"{task}:{each}") for each in wanted(task)]
+def write_rows(folder: Path) -> None:
+    """Writes the section from the rows in a folder."""
+    found = {
+        task: [
+            Row(**json.loads((folder / f"{each.replace(':', '--')}.json").read_text()))
+            for each in names
+        ]
+        for task, names in everything().items()
+    }
+    by_class: dict[str, Row] = {}
+    for task, rows in found.items():
+        print(summary(task, rows), flush=True)
         by_class = {each.cls: each for each in reversed(rows)} | by_class
-        text += section(title, rows, summary(rows))
-    for title, names in WITHOUT_TEXT.items():
-        rows = [found.pop(name) for name in names]
-        by_class |= {each.cls: each for each in rows}
-        text += section(title, rows, summary(rows).replace("types", "classes", 1))
-    by_class |= {each.cls: each for each in found.values()}
-    text += f"## {_BESIDE}\n\n{table(list(found.values()))}\n"
-    introduction = INTRODUCTION.format(version=transformers.__version__, named=named(by_class))
-    PAGE.write_text(introduction + text, encoding="utf-8")
-    print(named(by_class), flush=True)
+    rows_of_all = [each.columns(task) for task, rows in found.items() for each in rows]
+    write(
+        transformers=transformers.__version__,
+        named=named(by_class),
+        tasks=GROUPS,
+        models=rows_of_all,
+    )
 
 
 def main(arguments: list[str]) -> None:
-    """Writes the page, or prints some rows, or makes a part of them: ``--part 0/2 FOLDER``, and ``--write FOLDER``."""
+    """Writes the rows, or prints some of them, or makes a part of them: ``--part 0/2 FOLDER``, and
+    ``--write FOLDER``.
+    """
     quiet()
     match arguments:
         case ["--part", part, folder]:
             collect(Path(folder), *map(int, part.split("/")))
         case ["--write", folder]:
-            write(Path(folder))
+            write_rows(Path(folder))
         case []:
             with TemporaryDirectory() as folder:
                 parts = os.cpu_count() or 1
-                made = [[sys.executable, __file__, "--part", f"{i}/{parts}", folder] for i in range(parts)]
+                made = [
+                    [sys.executable, __file__, "--part", f"{i}/{parts}", folder]
+                    for i in range(parts)
+                ]
                 failed = [each.wait() for each in [subprocess.Popen(each) for each in made]]
                 if any(failed):
                     raise SystemExit(f"the parts ended with {failed}")
-                write(Path(folder))
+                write_rows(Path(folder))
         case _:
             for each in arguments:
                 print(tried(each), flush=True)

@@ -1,16 +1,18 @@
-"""What processing weights costs: time, memory on top of the model, the speed of the processed model; and precision.
+"""What processing weights costs: time, memory on top of the model, the speed of the processed
+model; and precision.
 
     python benchmarks/processing.py [--dtype float32] [--rounds N]
     python benchmarks/processing.py --precision
     python benchmarks/processing.py --resident [--check]
 
-Memory is what tensors that torch makes meanwhile hold at most, as a part of the model's own parameters; an unembedding
-that was tied and has become a matrix of its own is counted apart. The forward ratio is of two models done in turn.
-Resident memory is what the system counts for the process (Linux), in a fresh process for each of six hash seeds: it
-differs where small tensors that are kept hold freed pieces of the heap apart.
+Memory is what tensors that torch makes meanwhile hold at most, as a part of the model's own
+parameters; an unembedding that was tied and has become a matrix of its own is counted apart. The
+forward ratio is of two models done in turn. Resident memory is what the system counts for the
+process (Linux), in a fresh process for each of six hash seeds: it differs where small tensors that
+are kept hold freed pieces of the heap apart.
 
-Precision is the largest and the mean difference of log probabilities: to those of the same model before processing, and
-to those of the model in float32 before it was rounded to its type.
+Precision is the largest and the mean difference of log probabilities: to those of the same model
+before processing, and to those of the model in float32 before it was rounded to its type.
 """
 
 from __future__ import annotations
@@ -43,11 +45,16 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "Llama, 8 layers, d1024, grouped": (
         LlamaForCausalLM,
         LlamaConfig(
-            hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
-            intermediate_size=2816, vocab_size=32000, max_position_embeddings=2048,
+            hidden_size=1024,
+            num_hidden_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            intermediate_size=2816,
+            vocab_size=32000,
+            max_position_embeddings=2048,
         ),
     ),
-}  # fmt: skip
+}
 
 
 class Memory(TorchDispatchMode):
@@ -85,7 +92,9 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def extra_memory(model: Any, check: bool = False) -> tuple[float, float]:
-    """What processing takes beside the model, and what of it an untied unembedding keeps, as parts of the model."""
+    """What processing takes beside the model, and what of it an untied unembedding keeps, as parts
+    of the model.
+    """
     size = bytes_of(model)
     bridge = TransformerBridge(model)
     with Memory(model) as memory:
@@ -111,8 +120,13 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> None:
     print(f"\n{name} ({bridge.cfg.n_params / 1e6:.0f} M parameters, {dtype})")
     print(f"  process_weights(check=False)  {min(times['process']):6.2f} s")
     print(f"  process_weights()             {min(times['check']):6.2f} s")
-    (extra, untied), (checked, _) = (extra_memory(copy.deepcopy(raw), check) for check in (False, True))
-    print(f"  memory while processing       {extra:6.3f} of the model's, beside {untied:.3f} for an untied unembedding")
+    (extra, untied), (checked, _) = (
+        extra_memory(copy.deepcopy(raw), check) for check in (False, True)
+    )
+    print(
+        f"  memory while processing       {extra:6.3f} of the model's, beside {untied:.3f} for an"
+        " untied unembedding"
+    )
     print(f"  memory, with the check        {checked:6.3f}")
     tokens = torch.randint(0, config.vocab_size, (1, 128))
     forwards: list[list[float]] = [[], []]
@@ -123,11 +137,16 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> None:
                 model(tokens)
                 found.append(time.perf_counter() - start)
     before, after = (statistics.median(found[1:]) for found in forwards)
-    print(f"  forward, processed / raw      {after / before:6.3f} ({before * 1e3:.1f} ms raw, 128 tokens)")
+    print(
+        f"  forward, processed / raw      {after / before:6.3f} ({before * 1e3:.1f} ms raw, 128"
+        " tokens)"
+    )
 
 
 def resident(check: bool) -> None:
-    """Prints the resident memory that processing GPT-2 small adds at most, as a part of the model."""
+    """Prints the resident memory that processing GPT-2 small adds at most, as a part of the
+    model.
+    """
     torch.set_num_threads(1)
     cls, config = MODELS["GPT-2 small"]
     model = cls(config).eval()
@@ -145,13 +164,19 @@ def resident(check: bool) -> None:
     bridge.process_weights(check=check)
     untied = bytes_of(model) - size
     print(
-        f"  hash seed {os.environ['PYTHONHASHSEED']}: {(read_bytes('VmHWM') - before - untied) / size:.3f}", flush=True
+        f"  hash seed {os.environ['PYTHONHASHSEED']}:"
+        f" {(read_bytes('VmHWM') - before - untied) / size:.3f}",
+        flush=True,
     )
 
 
 TRANSFORMS = (
-    "fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases", "refactor_factored_attn_matrices",
-)  # fmt: skip
+    "fold_ln",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "refactor_factored_attn_matrices",
+)
 #: Sets of transforms, by name. A set is shown where the last of it is for the model.
 SETS: dict[str, tuple[str, ...]] = {
     "fold_ln": ("fold_ln",),
@@ -173,7 +198,11 @@ def precise_models() -> Iterator[tuple[str, Any, Tensor]]:
         yield name, model, torch.randint(0, config.vocab_size, (2, 64))
     shipped = TransformerBridge.boot_embedded()
     text = " ".join(prompt.text for prompt in prompts("ioi", 20))
-    yield "the shipped model", shipped.original_model.eval(), shipped.to_tokens(text)[:, :128].view(2, 64)
+    yield (
+        "the shipped model",
+        shipped.original_model.eval(),
+        shipped.to_tokens(text)[:, :128].view(2, 64),
+    )
 
 
 def precision() -> None:
@@ -191,13 +220,19 @@ def precision() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             raw = copy.deepcopy(model).to(dtype)
             before = log_probs(raw, tokens)
-            print(f"\n{name}, {dtype}: largest / mean\n  {'unprocessed, to float32':40} {far(before, exact)}")
+            print(
+                f"\n{name}, {dtype}: largest / mean\n  {'unprocessed, to float32':40}"
+                f" {far(before, exact)}"
+            )
             for label, names in SETS.items():
                 bridge = TransformerBridge(copy.deepcopy(raw))
                 bridge.process_weights(**{x: ON if x in names else OFF for x in TRANSFORMS})
                 if bridge.cfg.processed[names[-1]] == "done":
                     after = log_probs(bridge.original_model, tokens)
-                    print(f"  {label:15} to before {far(after, before)}   to float32 {far(after, exact)}")
+                    print(
+                        f"  {label:15} to before {far(after, before)}   to float32"
+                        f" {far(after, exact)}"
+                    )
             if dtype != torch.float32:
                 bridge = TransformerBridge(copy.deepcopy(model))
                 bridge.process_weights()
@@ -206,7 +241,9 @@ def precision() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--precision", action="store_true")
@@ -220,7 +257,9 @@ def main() -> None:
     if arguments.resident:
         print("resident memory added, of the model's, beside an untied unembedding")
         for seed in "012345":
-            subprocess.run([sys.executable, *sys.argv], check=True, env=os.environ | {"PYTHONHASHSEED": seed})
+            subprocess.run(
+                [sys.executable, *sys.argv], check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+            )
         return None
     for name in MODELS:
         measure(name, getattr(torch, arguments.dtype), arguments.rounds)

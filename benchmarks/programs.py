@@ -1,9 +1,11 @@
-"""What a compiled program costs, against the plain model: ratios, the two done in turn in one process, medians.
+"""What a compiled program costs, against the plain model: ratios, the two done in turn in one
+process, medians.
 
     python benchmarks/programs.py [--rounds N] [--device cpu] [--only WORD]
 
-Beside each ratio stand the same hooks without a program, and the program uncompiled. Compiling is not in the ratios; it
-has a row of its own, in seconds of a processor, with nothing kept from before (set TORCHINDUCTOR_COMPILE_THREADS=1).
+Beside each ratio stand the same hooks without a program, and the program uncompiled. Compiling is
+not in the ratios; it has a row of its own, in seconds of a processor, with nothing kept from before
+(set TORCHINDUCTOR_COMPILE_THREADS=1).
 """
 
 from __future__ import annotations
@@ -30,19 +32,33 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from bridge import TransformerBridge
 
 TINY = LlamaConfig(
-    hidden_size=64, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128,
-    vocab_size=100, max_position_embeddings=128,
-)  # fmt: skip
+    hidden_size=64,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=128,
+    vocab_size=100,
+    max_position_embeddings=128,
+)
 MIDDLE = LlamaConfig(
-    hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1408,
-    vocab_size=32000, max_position_embeddings=2048,
-)  # fmt: skip
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    intermediate_size=1408,
+    vocab_size=32000,
+    max_position_embeddings=2048,
+)
 
 
 def alternated(jobs: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """The median of each job's time over the first one's in the same round, and the first one's in milliseconds."""
+    """The median of each job's time over the first one's in the same round, and the first one's in
+    milliseconds.
+    """
     # On one thread of a CPU, the processor's time: other processes have no part in it.
-    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    )
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
         job(), job()
@@ -58,7 +74,8 @@ def alternated(jobs: dict[str, Callable[[], Any]], rounds: int, device: str) -> 
     gc.enable()
     first = next(iter(times.values()))
     found = {
-        name: statistics.median(t / f for t, f in zip(ts, first, strict=True)) for name, ts in list(times.items())[1:]
+        name: statistics.median(t / f for t, f in zip(ts, first, strict=True))
+        for name, ts in list(times.items())[1:]
     }
     return found | {"plain, ms": statistics.median(first) * 1000}
 
@@ -85,9 +102,14 @@ def bridge_of(config: LlamaConfig, device: str) -> TransformerBridge:
 
 
 def products(model: LlamaForCausalLM, length: int) -> Callable[[], None]:
-    """The matrix products of a run, with numbers of their shapes: what no way of running the model does without."""
+    """The matrix products of a run, with numbers of their shapes: what no way of running the model
+    does without.
+    """
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    pairs = [(torch.randn(1, length, each.in_features, device=each.weight.device), each.weight) for each in layers]
+    pairs = [
+        (torch.randn(1, length, each.in_features, device=each.weight.device), each.weight)
+        for each in layers
+    ]
 
     def job() -> None:
         for x, weight in pairs:
@@ -96,7 +118,9 @@ def products(model: LlamaForCausalLM, length: int) -> Callable[[], None]:
     return job
 
 
-def forward(title: str, goal: float, config: LlamaConfig, length: int, rounds: int, device: str) -> None:
+def forward(
+    title: str, goal: float, config: LlamaConfig, length: int, rounds: int, device: str
+) -> None:
     """One edit, and all residuals captured."""
     bridge = bridge_of(config, device)
     tokens = torch.randint(0, config.vocab_size, (1, length), device=device)
@@ -135,12 +159,16 @@ def recompilations(device: str) -> None:
     bridge = bridge_of(TINY, device)
     names = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
     vector = torch.zeros(TINY.hidden_size, device=device)
-    program = bridge.program(names, [("blocks.6.hook_resid_post", steer)], {"vector": vector, "strength": 1.0})
+    program = bridge.program(
+        names, [("blocks.6.hook_resid_post", steer)], {"vector": vector, "strength": 1.0}
+    )
     compiled = program.compile(backend="eager")  # what decides about it is the same
     counters.clear()
     with torch.no_grad():
         for i in range(100):
-            tokens = torch.randint(0, 100, ((2, 1, 3, 5, 4)[i % 5], (9, 6, 12, 20, 15)[i // 5 % 5]), device=device)
+            tokens = torch.randint(
+                0, 100, ((2, 1, 3, 5, 4)[i % 5], (9, 6, 12, 20, 15)[i // 5 % 5]), device=device
+            )
             compiled(tokens, vector=torch.randn_like(vector), strength=i / 10)
     print("\nrecompilations over 100 values, 5 batch sizes, 5 lengths (to reach: at most 2)")
     print(f"  {counters['stats']['unique_graphs'] - 1}", flush=True)
@@ -180,7 +208,11 @@ def compilations(device: str) -> None:
             mask[0, :3] = 0
             before, graphs = seconds(), counters["stats"]["unique_graphs"]
             one(tokens, attention_mask=mask) if padded else one(tokens)
-            print(f"  {what:<40} {seconds() - before:6.2f} {counters['stats']['unique_graphs'] - graphs}", flush=True)
+            print(
+                f"  {what:<40} {seconds() - before:6.2f}"
+                f" {counters['stats']['unique_graphs'] - graphs}",
+                flush=True,
+            )
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
@@ -200,7 +232,9 @@ def generation(rounds: int, device: str) -> None:
         return made
 
     def by_program() -> Tensor:
-        made: Tensor = bridge.generate(tokens, verbose=False, program=compiled, inputs=inputs, **options)
+        made: Tensor = bridge.generate(
+            tokens, verbose=False, program=compiled, inputs=inputs, **options
+        )
         return made
 
     assert torch.equal(hooks(), by_program())
@@ -210,7 +244,11 @@ def generation(rounds: int, device: str) -> None:
         "compiled program": by_program,
         "the same hook": hooks,
     }
-    show("32 greedy tokens with an intervention, tiny 12-layer Llama", 0.8, alternated(jobs, rounds, device))
+    show(
+        "32 greedy tokens with an intervention, tiny 12-layer Llama",
+        0.8,
+        alternated(jobs, rounds, device),
+    )
 
 
 def main() -> None:
@@ -218,14 +256,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", default="", help="tiny, middle, recompilations, compilations or generation")
+    parser.add_argument(
+        "--only", default="", help="tiny, middle, recompilations, compilations or generation"
+    )
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {torch.get_num_threads()} threads"
+    )
     if given.only in ("", "tiny"):
-        forward("one edit, all residuals, tiny 12-layer Llama, 1x16", 0.6, TINY, 16, given.rounds * 4, given.device)
+        forward(
+            "one edit, all residuals, tiny 12-layer Llama, 1x16",
+            0.6,
+            TINY,
+            16,
+            given.rounds * 4,
+            given.device,
+        )
     if given.only in ("", "middle"):
-        forward("the same, 8-layer d512 Llama, 1x128", 0.95, MIDDLE, 128, given.rounds, given.device)
+        forward(
+            "the same, 8-layer d512 Llama, 1x128", 0.95, MIDDLE, 128, given.rounds, given.device
+        )
     if given.only in ("", "recompilations"):
         recompilations(given.device)
     if given.only in ("", "compilations"):

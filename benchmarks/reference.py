@@ -1,13 +1,16 @@
-"""`make reference`: what other libraries show under a name beside what a bridge shows, and docs/reference.md.
+"""`make reference`: what other libraries show under a name beside what a bridge shows, written to
+the section "peers" of docs/lookup.json.
 
-``python benchmarks/reference.py [TYPE ...]``: without types, every causal type of transformers, and the page is
-written; with some, what differs in them is printed. The others are TransformerLens, interp-engine and nnterp, each in
-a process of its own on a tiny random model that is equal to the bridge's.
+``python benchmarks/reference.py [TYPE ...]``: without types, every causal type of transformers, and
+the file is written; with some, what differs in them is printed. The others are TransformerLens,
+interp-engine and nnterp, each in a process of its own on a tiny random model that is equal to the
+bridge's.
 
-Where two values differ, arithmetic decides: what the residual stream gains in a block of the plain model, what softmax
-and product make of scores, patterns and values, what the unembedding makes of its input. If what is shown here does
-not fit, that is an error. If it does and the other does not, the other is wrong, unless it shows something else that
-has a name here, or is a module's own input or output: then one name has two meanings.
+Where two values differ, arithmetic decides: what the residual stream gains in a block of the plain
+model, what softmax and product make of scores, patterns and values, what the unembedding makes of
+its input. If what is shown here does not fit, that is an error. If it does and the other does not,
+the other is wrong, unless it shows something else that has a name here, or is a module's own input
+or output: then one name has two meanings.
 """
 
 from __future__ import annotations
@@ -26,11 +29,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,11 +40,16 @@ from bridge import TransformerBridge
 from bridge.hooks.names import UnknownHookError
 from tests.every_type.cases import usual
 from tests.every_type.subject import Absent, Case, Subject
+from tools.lookup import write
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
-PEERS = {"TransformerLens": "transformer-lens", "interp-engine": "interp-engine", "nnterp": "nnterp"}
+PEERS = {
+    "TransformerLens": "transformer-lens",
+    "interp-engine": "interp-engine",
+    "nnterp": "nnterp",
+}
 NEAR = 1e-4
-#: TransformerLens would install torchvision, with another torch, where a processor of images asks for it.
+#: TransformerLens would install torchvision, with another torch, where a processor of images asks
+#: for it.
 _AS_IT_IS = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
 #: Theirs for what enters a part, which has another name here where the norm is elsewhere.
 _INPUTS = ("attn_in", "mlp_in", "attentions_input", "mlps_input")
@@ -53,9 +59,9 @@ _ONE_MEANING = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
 Value = tuple[str, str, Tensor]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The others.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def of_interp_engine(subject: Subject) -> Iterator[Value]:
@@ -64,8 +70,15 @@ def of_interp_engine(subject: Subject) -> Iterator[Value]:
     from interp_engine.mappers import UnmappedHook, point_to_tlens_hook  # type: ignore[import-not-found]
     from interp_engine.points import Scope, known_names, point_spec  # type: ignore[import-not-found]
 
-    whole = {"final_norm": "unembed.hook_in", "embeddings": "hook_embed", "lm_head": "unembed.hook_out"}
-    read = {"attn_in": "ln1.hook_out", "mlp_in": "ln2.hook_out"}  # what a norm gives to the part behind it
+    whole = {
+        "final_norm": "unembed.hook_in",
+        "embeddings": "hook_embed",
+        "lm_head": "unembed.hook_out",
+    }
+    read = {
+        "attn_in": "ln1.hook_out",
+        "mlp_in": "ln2.hook_out",
+    }  # what a norm gives to the part behind it
     engine = EagerModel("tiny", hf_model=subject.case.model("eager"), tokenizer=_tokenizer())
     for name in sorted(known_names()):
         layers = range(len(subject.paths)) if point_spec(name).scope is Scope.LAYER else [None]
@@ -79,7 +92,15 @@ def of_interp_engine(subject: Subject) -> Iterator[Value]:
             point = name if layer is None else (name, layer)
             try:
                 found = capture(engine, subject.tokens, [point])
-            except (ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError, KeyError, TypeError):
+            except (
+                ValueError,
+                RuntimeError,
+                NotImplementedError,
+                AttributeError,
+                IndexError,
+                KeyError,
+                TypeError,
+            ):
                 continue  # there it is not offered
             if here is not None:
                 yield name, here, next(iter(found.tensors.values()))
@@ -93,7 +114,9 @@ def of_transformer_lens(subject: Subject) -> Iterator[Value]:
     with tempfile.TemporaryDirectory() as folder:  # it looks for a configuration by name
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        theirs = Theirs.boot_transformers(folder, hf_model=model, tokenizer=_tokenizer(), device="cpu")
+        theirs = Theirs.boot_transformers(
+            folder, hf_model=model, tokenizer=_tokenizer(), device="cpu"
+        )
     for name, value in theirs.run_with_cache(subject.tokens)[1].items():
         if isinstance(value, Tensor):
             yield name, name, value
@@ -107,9 +130,13 @@ def of_nnterp(subject: Subject) -> Iterator[Value]:
         subject.case.model("eager"), tokenizer=_tokenizer(), check_renaming=False, device_map=None
     )
     read = {
-        "layers_input": "hook_resid_pre", "layers_output": "hook_resid_post", "attentions_output": "attn.hook_out",
-        "mlps_output": "mlp.hook_out", "attentions_input": "ln1.hook_out", "mlps_input": "ln2.hook_out",
-    }  # fmt: skip
+        "layers_input": "hook_resid_pre",
+        "layers_output": "hook_resid_post",
+        "attentions_output": "attn.hook_out",
+        "mlps_output": "mlp.hook_out",
+        "attentions_input": "ln1.hook_out",
+        "mlps_input": "ln2.hook_out",
+    }
     for layer in range(len(subject.paths)):
         for accessor, here in read.items():
             try:
@@ -122,16 +149,20 @@ def of_nnterp(subject: Subject) -> Iterator[Value]:
                 yield accessor, f"blocks.{layer}.{here}", value
 
 
-OTHERS = {"TransformerLens": of_transformer_lens, "interp-engine": of_interp_engine, "nnterp": of_nnterp}
+OTHERS = {
+    "TransformerLens": of_transformer_lens,
+    "interp-engine": of_interp_engine,
+    "nnterp": of_nnterp,
+}
 
 
 def _tokenizer() -> Any:
     return TransformerBridge.boot_embedded().tokenizer
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What differs, and what arithmetic says of it.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,8 +173,10 @@ class Difference:
         peer, model_type: which library, in which type.
         there, here: the name.
         apart: how far, of the largest number; None: they have not as many numbers.
-        is_here: what the other's is called here, or which module's input or output it is; "" where it is nothing known.
-        fits: which of the two the arithmetic fits: ``both``, ``ours``, ``theirs``; "" where none says what it is.
+        is_here: what the other's is called here, or which module's input or output it is; "" where
+            it is nothing known.
+        fits: which of the two the arithmetic fits: ``both``, ``ours``, ``theirs``; "" where none
+            says what it is.
     """
 
     peer: str
@@ -182,13 +215,17 @@ class Compared:
 
 
 def apart(one: Tensor, other: Tensor) -> float | None:
-    """How far two values are from each other, where both are finite; None: they have not as many numbers."""
+    """How far two values are from each other, where both are finite; None: they have not as many
+    numbers.
+    """
     one, other = one.detach().double(), other.detach().double()
     if one.numel() != other.numel():
         return None
     swapped = one.ndim == other.ndim > 2 and one.shape[1:3] == other.shape[2:0:-1]
     one = one.transpose(1, 2) if swapped and one.shape != other.shape else one.reshape(other.shape)
-    there = (one > -1e30) & (other > -1e30) & one.isfinite() & other.isfinite()  # what is masked is not compared
+    there = (
+        (one > -1e30) & (other > -1e30) & one.isfinite() & other.isfinite()
+    )  # what is masked is not compared
     if not bool(there.any()):
         return 0.0
     return float((one - other)[there].abs().max() / other[there].abs().max().clamp_min(1e-12))
@@ -205,7 +242,11 @@ class Judge:
         """All that a bridge shows of one run."""
         bridge = self.subject.bridge
         with torch.no_grad():
-            return dict(self.subject.ours(bridge.run_with_cache, names_filter=list(bridge.hook_dict))[1].items())
+            return dict(
+                self.subject.ours(bridge.run_with_cache, names_filter=list(bridge.hook_dict))[
+                    1
+                ].items()
+            )
 
     @cached_property
     def of_modules(self) -> dict[str, Tensor]:
@@ -213,10 +254,19 @@ class Judge:
         found: dict[str, Tensor] = {}
 
         def keep(path: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                entered = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            def hook(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+            ) -> None:
+                entered = [
+                    x
+                    for x in (*args, *kwargs.values())
+                    if isinstance(x, Tensor) and x.is_floating_point()
+                ]
                 output = output[0] if isinstance(output, tuple | list) and output else output
-                for side, x in ((f"what enters `{path}`", entered[:1]), (f"what `{path}` returns", [output])):
+                for side, x in (
+                    (f"what enters `{path}`", entered[:1]),
+                    (f"what `{path}` returns", [output]),
+                ):
                     if x and isinstance(x[0], Tensor) and x[0].is_floating_point():
                         found[side] = x[0].detach().clone()
 
@@ -235,9 +285,15 @@ class Judge:
 
     def known_as(self, value: Tensor, here: str) -> str:
         """What a value is called here, or which module's it is, if need be times a number."""
-        named = {f"`{name}`": x for name, x in self.ours.items() if name != here and x.is_floating_point()}
+        named = {
+            f"`{name}`": x
+            for name, x in self.ours.items()
+            if name != here and x.is_floating_point()
+        }
         block = here.split(".")[:2]
-        near = sorted(named, key=lambda name: name.strip("`").split(".")[:2] != block)  # its own block first
+        near = sorted(
+            named, key=lambda name: name.strip("`").split(".")[:2] != block
+        )  # its own block first
         for known in (dict.fromkeys(near), self.of_modules):
             for name in known:
                 x = named[name] if name in named else self.of_modules[name]
@@ -255,23 +311,34 @@ class Judge:
             if _same(shift, shift.nanmean(-1, True).expand_as(shift)):
                 return "the same but for one number for each query, which softmax does not see"
         if here.endswith("hook_expert_weights"):
-            named = (self.ours[here.replace("expert_weights", name)] for name in ("expert_indices", "topk_weights"))
+            named = (
+                self.ours[here.replace("expert_weights", name)]
+                for name in ("expert_indices", "topk_weights")
+            )
             chosen, weights = named
             if _same(value, torch.zeros_like(mine).scatter(-1, chosen, weights.to(mine.dtype))):
                 return "the weights of the chosen experts, zero for the others"
-        if here.endswith("hook_normalized") and any(_is_normed(value, x) for x in self.of_modules.values()):
+        if here.endswith("hook_normalized") and any(
+            _is_normed(value, x) for x in self.of_modules.values()
+        ):
             return "the norm's input over its scale, without weight and bias"
         return ""
 
     def fits(self, here: str, theirs: Tensor) -> str:
         """Which of the two values the arithmetic of the plain model fits."""
         ours = self.ours[here]
-        both = [self._fits(here, x.reshape(ours.shape)) if x.numel() == ours.numel() else None for x in (ours, theirs)]
+        both = [
+            self._fits(here, x.reshape(ours.shape)) if x.numel() == ours.numel() else None
+            for x in (ours, theirs)
+        ]
         if both[0] is None:
             return ""
-        return {(True, True): "both", (True, False): "ours", (False, True): "theirs", (False, False): ""}[
-            both[0], bool(both[1])
-        ]
+        return {
+            (True, True): "both",
+            (True, False): "ours",
+            (False, True): "theirs",
+            (False, False): "",
+        }[both[0], bool(both[1])]
 
     def _fits(self, here: str, x: Tensor) -> bool | None:
         """Whether a value may have a name; None where no sum or product says so."""
@@ -280,7 +347,11 @@ class Judge:
         layer, _, name = rest.partition(".")
         if here == "unembed.hook_in":
             head = subject.hf.get_output_embeddings()
-            made = None if head is None else self.of_modules.get(f"what `{_path_of(subject.hf, head)}` returns")
+            made = (
+                None
+                if head is None
+                else self.of_modules.get(f"what `{_path_of(subject.hf, head)}` returns")
+            )
             return None if head is None or made is None else _same(head(x), made)
         if not layer.isdigit():
             return None
@@ -290,18 +361,29 @@ class Judge:
         except Absent:
             return None
         if name == "hook_resid_post" and of("hook_normalized_resid_post") is not None:
-            added, mid = of("hook_mlp_out"), of("ln1.hook_out")  # the stream is normed behind each sum
+            added, mid = (
+                of("hook_mlp_out"),
+                of("ln1.hook_out"),
+            )  # the stream is normed behind each sum
             return None if added is None or mid is None else _same(x, mid + added)
         if name in ("hook_resid_pre", "hook_resid_post"):
             return _same(x, before if name.endswith("pre") else after)
-        if re.fullmatch(r"hook_\w+_out", name):  # all that is written in the block is what the stream gains
-            written = [each for each in ours if re.fullmatch(rf"{stack}\.{layer}\.hook_\w+_out", each)]
+        if re.fullmatch(
+            r"hook_\w+_out", name
+        ):  # all that is written in the block is what the stream gains
+            written = [
+                each for each in ours if re.fullmatch(rf"{stack}\.{layer}\.hook_\w+_out", each)
+            ]
             return _same(x + sum(ours[each] for each in written if each != here), after - before)
         pattern, z = of("attn.hook_pattern"), of("attn.hook_z")
         v = of("attn.hook_v") if of("attn.v_norm.hook_out") is None else None
         if name == "attn.hook_attn_scores" and pattern is not None:
             return _same(x.softmax(-1), pattern)
-        if name in ("attn.hook_pattern", "attn.hook_v", "attn.hook_z") and None not in (pattern, z, v):
+        if name in ("attn.hook_pattern", "attn.hook_v", "attn.hook_z") and None not in (
+            pattern,
+            z,
+            v,
+        ):
             parts = {"pattern": pattern, "v": v, "z": z} | {name.removeprefix("attn.hook_"): x}
             return _product_fits(**parts)
         return None
@@ -314,7 +396,11 @@ def _times(value: Tensor, x: Tensor) -> float | None:
     if _same(value, x):
         return 1.0
     one, other = value.double().flatten(), x.double().flatten()
-    if not bool(one.isfinite().all() and other.isfinite().all()) or float(other @ other) == 0 or len(one) < 8:
+    if (
+        not bool(one.isfinite().all() and other.isfinite().all())
+        or float(other @ other) == 0
+        or len(one) < 8
+    ):
         return None
     by = float(one @ other / (other @ other))
     return by if by != 0 and _same(value, by * x) else None
@@ -324,7 +410,12 @@ def _is_normed(value: Tensor, x: Tensor) -> bool:
     """Whether rows of a value are those of another, centred, each over some scale of its own."""
     if value.shape != x.shape or x.ndim < 3:
         return False
-    return _same(*(functional.normalize(rows.double(), dim=-1) for rows in (value, x - x.mean(-1, keepdim=True))))
+    return _same(
+        *(
+            functional.normalize(rows.double(), dim=-1)
+            for rows in (value, x - x.mean(-1, keepdim=True))
+        )
+    )
 
 
 def _part_of(value: Tensor, ours: Tensor) -> str | None:
@@ -332,7 +423,10 @@ def _part_of(value: Tensor, ours: Tensor) -> str | None:
     if value.ndim != 4 or ours.ndim != 4 or not 0 < (n := value.shape[-1]) < ours.shape[-1]:
         return None
     value = value if value.shape[1] == ours.shape[1] else value.transpose(1, 2)
-    for said, columns in ((f"its last {n} columns", ours[..., -n:]), (f"its first {n} columns", ours[..., :n])):
+    for said, columns in (
+        (f"its last {n} columns", ours[..., -n:]),
+        (f"its first {n} columns", ours[..., :n]),
+    ):
         rows = columns if value.shape == columns.shape else columns[:, :, : value.shape[2]]
         if rows.shape == value.shape and _same(value, rows):
             return said
@@ -393,60 +487,45 @@ def compared(case: Case, peer: str) -> Compared:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The page.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The section of docs/lookup.json.
+# --------------------------------------------------------------------------------------------------
 
-HEAD = """# Beside other libraries
-
-<!-- Made by `make reference`. -->
-
-**In short.** {summary}
-
-Every value that another library shows under a name that means something here, on a tiny random model of every causal
-type of transformers {transformers}: {versions}. Two values are equal if they are nowhere further apart than 1e-4 of the
-largest number. Where they differ, arithmetic on the plain model decides: what the residual stream gains in a block,
-softmax of the scores, patterns times values, the unembedding of what enters it. *Two meanings*: the other shows
-something else, which the table names. *Theirs is wrong*: ours fits the arithmetic, theirs does not. *Not decided*: no
-arithmetic says what the name is to be.
-
-"""
 VERDICTS = ("ours is wrong", "theirs is wrong", "two meanings", "not decided")
 Found = dict[str, dict[str, Compared]]
 
 
-def page(found: Found) -> str:
-    """docs/reference.md."""
-    rows: list[list[Any]] = []
-    of_all = Counter[str]()
+def section(found: Found) -> dict[str, Any]:
+    """What was compared, in numbers, and each difference with its types."""
+    totals: list[list[Any]] = []
     for peer, by_type in found.items():
         differences = [each for one in by_type.values() for each in one.differences]
         verdicts = Counter(each.verdict for each in differences)
-        of_all += verdicts
-        tried, equal = sum(not one.why_not for one in by_type.values()), sum(one.equal for one in by_type.values())
-        rows.append([peer, tried, equal, len(differences), *(verdicts[name] for name in VERDICTS)])
-    said = [f"{sum(row[2] for row in rows):,} values of three libraries are equal to ours"]
-    said += [f"{of_all[name]} differ: {name}" for name in VERDICTS]
-    versions = ", ".join(f"{peer} {version(name)}" for peer, name in PEERS.items())
-    head = HEAD.format(summary="; ".join(said) + ".", versions=versions, transformers=transformers.__version__)
+        compared_types = sum(not one.why_not for one in by_type.values())
+        equal = sum(one.equal for one in by_type.values())
+        totals.append(
+            [peer, compared_types, equal, len(differences), *(verdicts[name] for name in VERDICTS)]
+        )
     differing, only, why_not = _grouped(found)
-    return head + "\n".join(
-        [
-            *_table(["library", "types compared", "values equal", "values that differ", *VERDICTS], rows),
-            "\n## What differs\n",
-            *_table(["verdict", "library", "name there", "name here", "what the other shows", "types"], differing),
-            "\n## What only the others show\n",
-            *_table(["library", "name there", "types"], only),
-            "\n## What was not compared\n",
-            *_table(["library", "why", "types"], why_not),
-            "",
-        ]
+    return {
+        "versions": ", ".join(f"{peer} {version(name)}" for peer, name in PEERS.items()),
+        "columns": ["library", "types compared", "values equal", "values that differ", *VERDICTS],
+        "totals": totals,
+        "differs": differing,
+        "only there": only,
+        "not compared": why_not,
+    }
+
+
+def _grouped(found: Found) -> tuple[list[list[Any]], ...]:
+    """The rows of what differs, of what only others show, of what was not compared: types with one
+    reason together.
+    """
+    groups: tuple[dict[tuple[str, ...], list[str]], ...] = (
+        defaultdict(list),
+        defaultdict(list),
+        defaultdict(list),
     )
-
-
-def _grouped(found: Found) -> tuple[list[list[str]], ...]:
-    """The rows of what differs, of what only others show, of what was not compared: types with one reason together."""
-    groups: tuple[dict[tuple[str, ...], list[str]], ...] = (defaultdict(list), defaultdict(list), defaultdict(list))
     differing, only, why_not = groups
     for peer, by_type in found.items():
         for model_type, one in by_type.items():
@@ -456,19 +535,18 @@ def _grouped(found: Found) -> tuple[list[list[str]], ...]:
             for name in one.only_there:
                 only[peer, _general(name)].append(model_type)
             if one.why_not:
-                why_not[peer, one.why_not.partition(". Available")[0].replace("|", "/")].append(model_type)
-    return tuple([[*key, ", ".join(dict.fromkeys(types))] for key, types in sorted(group.items())] for group in groups)
+                why_not[peer, one.why_not.partition(". Available")[0].replace("|", "/")].append(
+                    model_type
+                )
+    return tuple(
+        [[*key, list(dict.fromkeys(types))] for key, types in sorted(group.items())]
+        for group in groups
+    )
 
 
 def _general(text: str) -> str:
     """A name without the number of its layer."""
     return re.sub(r"\.\d+\.", ".{i}.", text)
-
-
-def _table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    columns = list(columns)
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
 def _loaded(data: dict[str, Any]) -> Compared:
@@ -478,7 +556,7 @@ def _loaded(data: dict[str, Any]) -> Compared:
 def main(given: Iterable[str] | None = None) -> None:
     """Runs each library in a process of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("types", nargs="*", help="types; none: all, and the page is written")
+    parser.add_argument("types", nargs="*", help="types; none: all, and the file is written")
     parser.add_argument("--peer", choices=OTHERS, help="that library alone, as JSON")
     asked = parser.parse_args(given)
     if asked.peer:
@@ -492,13 +570,17 @@ def main(given: Iterable[str] | None = None) -> None:
     found: dict[str, dict[str, Compared]] = {}
     for peer in OTHERS:
         command = [sys.executable, __file__, *asked.types, "--peer", peer]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | _AS_IT_IS)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | _AS_IT_IS
+        )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         found[peer] = {model_type: _loaded(data) for model_type, data in lines}
         print(f"{peer}: {len(lines)} types", flush=True)
     if not asked.types:
-        PAGE.write_text(page(found))
-    wrong = [each for by_type in found.values() for one in by_type.values() for each in one.differences]
+        write(peers=section(found))
+    wrong = [
+        each for by_type in found.values() for one in by_type.values() for each in one.differences
+    ]
     for each in wrong if asked.types else []:
         print(each.verdict, each)
     if bad := [str(each) for each in wrong if each.verdict == "ours is wrong"]:

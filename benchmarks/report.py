@@ -1,12 +1,14 @@
-"""Measures the rows of `rows.py`, prints them, and writes them into docs/performance.md.
+"""Measures the rows of `rows.py`, prints them, and writes them into benchmarks/RESULTS.md.
 
-    python benchmarks/report.py [--write] [--only TABLE,...] [--seconds N] [--threads 1,4] [--device cuda] [--dtype ...]
+    python benchmarks/report.py [--write] [--only TABLE,...] [--seconds N] [--threads 1,4]
+                                [--device cuda] [--dtype ...]
     python benchmarks/report.py --before REVISION [--only TABLE,...]
 
-Each figure is the median of ratios of the same round to the column's first thing, with the values between which half
-of the rounds lie, and stands beside what the first thing is to itself: done once more in every round. On one thread
-(time of the processor; also its instructions, where the counter exists) and with all cores (time on the clock).
-``--before`` measures another revision in turn with this one, in processes of their own.
+Each figure is the median of ratios of the same round to the column's first thing, with the values
+between which half of the rounds lie, and stands beside what the first thing is to itself: done once
+more in every round. On one thread (time of the processor; also its instructions, where the counter
+exists) and with all cores (time on the clock). ``--before`` measures another revision in turn with
+this one, in processes of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from rows import TABLES, Column, Table
 import bridge
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
 #: Of one column: each row's figures, the first row's too.
 Measured = dict[str, Timed]
 
@@ -64,11 +66,14 @@ def cell(name: str, found: Measured) -> str:
 
 
 def as_table(columns: dict[str, Measured]) -> list[str]:
-    """Columns as lines of Markdown. Rows in which another library does better than the row of ours before it stay."""
+    """Columns as lines of Markdown. Rows in which another library does better than the row of ours
+    before it stay.
+    """
     names = list(dict.fromkeys(name for found in columns.values() for name in found))
     head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     return head + [
-        f"| {name} | " + " | ".join(cell(name, found) for found in columns.values()) + " |" for name in names
+        f"| {name} | " + " | ".join(cell(name, found) for found in columns.values()) + " |"
+        for name in names
     ]
 
 
@@ -80,7 +85,11 @@ def machine(device: str) -> str:
         name = found[1] if found else name
     if device == "cuda":
         name = f"{torch.cuda.get_device_name()}, {name}"
-    load = f"{os.getloadavg()[0]:.1f} processes were at work when it began" if hasattr(os, "getloadavg") else ""
+    load = (
+        f"{os.getloadavg()[0]:.1f} processes were at work when it began"
+        if hasattr(os, "getloadavg")
+        else ""
+    )
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{name}, {os.cpu_count()} cores, {versions}, {datetime.date.today()}; {load}"
 
@@ -94,9 +103,13 @@ def write(name: str, lines: Iterable[str]) -> None:
     marks = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     page = PAGE.read_text(encoding="utf-8")
     if not marks.search(page):
-        raise ValueError(f"{PAGE.name} has no place for {name}: <!-- measured: {name} --> and <!-- end -->")
+        raise ValueError(
+            f"{PAGE.name} has no place for {name}: <!-- measured: {name} --> and <!-- end -->"
+        )
     text = "\n".join(lines)
-    PAGE.write_text(marks.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8")
+    PAGE.write_text(
+        marks.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page), encoding="utf-8"
+    )
 
 
 def in_words(threads: int) -> str:
@@ -104,7 +117,9 @@ def in_words(threads: int) -> str:
     return "One thread" if threads == 1 else f"{threads} threads"
 
 
-def report(tables: list[Table], threads: list[int], seconds: float, device: str, to_page: bool) -> None:
+def report(
+    tables: list[Table], threads: list[int], seconds: float, device: str, to_page: bool
+) -> None:
     """Measures tables, and prints or writes them."""
     where = machine(device)
     print(where, flush=True)
@@ -112,7 +127,11 @@ def report(tables: list[Table], threads: list[int], seconds: float, device: str,
         lines: list[str] = []
         for number in threads:
             torch.set_num_threads(number)
-            columns = [column for column in table.columns if not (column.large and number == 1 and device == "cpu")]
+            columns = [
+                column
+                for column in table.columns
+                if not (column.large and number == 1 and device == "cpu")
+            ]
             found = {column.title: measured(column, seconds, device) for column in columns}
             lines += [f"{in_words(number)}:", "", *as_table(found), ""]
         print(f"\n## {table.name}\n\n" + "\n".join(lines), flush=True)
@@ -137,15 +156,28 @@ def medians(tables: list[Table], seconds: float) -> dict[str, list[float]]:
 def compared(revision: str, only: str, seconds: float) -> None:
     """Prints each row as it was in another revision and as it is now, measured in turn."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "worktree", "add", "--detach", "--force", folder, revision], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", "--force", folder, revision],
+            cwd=ROOT,
+            check=True,
+        )
         try:
             sides: dict[str, dict[str, list[float]]] = {folder: {}, str(ROOT): {}}
             for _ in range(2):
                 for side, rows in sides.items():
                     made = Path(folder) / "measured.json"
-                    command = [sys.executable, __file__, "--medians", str(made), "--seconds", str(seconds)]
+                    command = [
+                        sys.executable,
+                        __file__,
+                        "--medians",
+                        str(made),
+                        "--seconds",
+                        str(seconds),
+                    ]
                     environment = os.environ | {"PYTHONPATH": side}
-                    subprocess.run([*command, "--only", only], env=environment, cwd=side, check=True)
+                    subprocess.run(
+                        [*command, "--only", only], env=environment, cwd=side, check=True
+                    )
                     for name, ratios in json.loads(made.read_text()).items():
                         rows.setdefault(name, []).extend(ratios)
             before, now = sides.values()
@@ -161,20 +193,26 @@ def main() -> None:
     """Prints or writes the figures."""
     names = [*(table.name for table in TABLES), "memory"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
     parser.add_argument("--only", default="", help=f"some of {', '.join(names)}")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each column; five rounds at least")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="for each column; five rounds at least"
+    )
     parser.add_argument("--threads", default=f"1,{os.cpu_count()}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--before", help="another revision, measured in turn with this one, on one thread")
+    parser.add_argument(
+        "--before", help="another revision, measured in turn with this one, on one thread"
+    )
     parser.add_argument("--medians", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     torch.set_default_dtype(getattr(torch, arguments.dtype))
     wanted = [name for name in arguments.only.split(",") if name] or names
     if unknown := set(wanted) - set(names):
-        parser.error(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        parser.error(
+            f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        )
     tables = [table for table in TABLES if table.name in wanted]
     if arguments.before:
         compared(arguments.before, arguments.only, arguments.seconds)

@@ -1,7 +1,8 @@
-"""What docs/performance.md tells of: for each table its columns, and for each column things to do in turn.
+"""What benchmarks/RESULTS.md tells of: for each table its columns, and for each column things to do
+in turn.
 
-Every column's first thing is a plain run of the same Hugging Face model, or the same work by hand; all others are
-compared with it. `report.py` measures them.
+Every column's first thing is a plain run of the same Hugging Face model, or the same work by hand;
+all others are compared with it. `report.py` measures them.
 """
 
 from __future__ import annotations
@@ -60,15 +61,27 @@ def llama(attention: str = "sdpa", **fields: Any) -> Any:
     """A Llama of eight layers with random weights, its keys in groups."""
     torch.manual_seed(0)
     usual = {
-        "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "intermediate_size": 1408, "vocab_size": 32000, "max_position_embeddings": 8192,
-    }  # fmt: skip
-    return LlamaForCausalLM._from_config(LlamaConfig(**usual | fields), attn_implementation=attention).eval()
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1408,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    }
+    return LlamaForCausalLM._from_config(
+        LlamaConfig(**usual | fields), attn_implementation=attention
+    ).eval()
 
 
 def tiny_llama(attention: str = "sdpa") -> Any:
     """24 layers, so small that what is besides the model shows."""
-    fields = {"hidden_size": 64, "num_hidden_layers": 24, "num_attention_heads": 4, "num_key_value_heads": 4}
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     return llama(attention, **fields, intermediate_size=128, vocab_size=100)
 
 
@@ -104,21 +117,31 @@ def runs(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Jobs:
     jobs: Jobs = {
         "`hf(tokens)`": lambda: hf(tokens),
         "`bridge(tokens)`": lambda: bridge(tokens),
-        "`run_with_hooks`, one residual hook": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(name, _same)]),
+        "`run_with_hooks`, one residual hook": lambda: bridge.run_with_hooks(
+            tokens, fwd_hooks=[(name, _same)]
+        ),
         "`run_with_cache`, one name": lambda: bridge.run_with_cache(tokens, names_filter=name),
-        "`run_with_cache`, a list of a name for each layer": lambda: bridge.run_with_cache(tokens, names_filter=names),
+        "`run_with_cache`, a list of a name for each layer": lambda: bridge.run_with_cache(
+            tokens, names_filter=names
+        ),
         "the same by a function": lambda: bridge.run_with_cache(
             tokens, names_filter=lambda other: other.endswith(ending)
         ),
-        "the same, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, names_filter=names, pos_slice=-1),
+        "the same, `pos_slice=-1`": lambda: bridge.run_with_cache(
+            tokens, names_filter=names, pos_slice=-1
+        ),
         "`start_at_layer`, the second half": lambda: bridge(half, start_at_layer=n // 2),
         "`TransformerBridge(hf)`, wrapping": lambda: TransformerBridge(hf),
     }
     if peer := _transformer_lens(hf):
         jobs |= {
             "TransformerLens: `bridge(tokens)`": lambda: peer(tokens),
-            "TransformerLens: one residual hook": lambda: peer.run_with_hooks(tokens, fwd_hooks=[(name, _same)]),
-            "TransformerLens: cache, one name": lambda: peer.run_with_cache(tokens, names_filter=name),
+            "TransformerLens: one residual hook": lambda: peer.run_with_hooks(
+                tokens, fwd_hooks=[(name, _same)]
+            ),
+            "TransformerLens: cache, one name": lambda: peer.run_with_cache(
+                tokens, names_filter=name
+            ),
         }
     return jobs
 
@@ -133,7 +156,9 @@ def _transformer_lens(hf: Any) -> Any:
         return None
     from transformer_lens.model_bridge import TransformerBridge as Peer  # type: ignore[import-not-found]
 
-    with tempfile.TemporaryDirectory() as folder:  # it looks for a configuration and a tokenizer by name
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # it looks for a configuration and a tokenizer by name
         hf.config.save_pretrained(folder)
         return Peer.boot_transformers(
             folder,
@@ -159,7 +184,9 @@ def places(model: Any, bridge: TransformerBridge, kept: list[Any]) -> Hooks:
         kept.append(x)
 
     found: Hooks = []
-    for site in {hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"}:
+    for site in {
+        hook.point.site for hook in bridge.hook_dict.values() if hook.point.group == "standard"
+    }:
         if site.kind == "input":
             found.append((model.get_submodule(site.path)._forward_pre_hooks, lambda m, a: keep(a)))
         elif site.kind == "output":
@@ -168,9 +195,11 @@ def places(model: Any, bridge: TransformerBridge, kept: list[Any]) -> Hooks:
 
 
 def nodes(model: Any, bridge: TransformerBridge, names: list[str], kept: list[Any]) -> Hooks:
-    """Hooks at the same places, with a node of the graph for each hook point there: what torch takes for these alone.
+    """Hooks at the same places, with a node of the graph for each hook point there: what torch
+    takes for these alone.
 
-    A gradient at a hook point is that of what reads the tensor from here on, so each has a node of its own.
+    A gradient at a hook point is that of what reads the tensor from here on, so each has a node of
+    its own.
 
     Args:
         model, bridge, kept: as for `places`.
@@ -200,7 +229,9 @@ def nodes(model: Any, bridge: TransformerBridge, names: list[str], kept: list[An
 
 
 def with_hooks(hooks: Hooks, run: Callable[[], Any]) -> None:
-    """A run with the hooks put into torch's own dictionaries: torch's handles would cost more than the hooks."""
+    """A run with the hooks put into torch's own dictionaries: torch's handles would cost more than
+    the hooks.
+    """
     for number, (where, hook) in enumerate(hooks):
         where[-1 - number] = hook
     try:
@@ -229,7 +260,9 @@ def everything(make: Callable[..., Any], shape: tuple[int, int], device: str) ->
         "floor: plain torch hooks at the same places, found beforehand": floor,
         "eager attention with `output_attentions`": lambda: eager(tokens, output_attentions=True),
         "`run_with_cache`, everything": lambda: bridge.run_with_cache(tokens),
-        "`run_with_cache`, everything, `pos_slice=-1`": lambda: bridge.run_with_cache(tokens, pos_slice=-1),
+        "`run_with_cache`, everything, `pos_slice=-1`": lambda: bridge.run_with_cache(
+            tokens, pos_slice=-1
+        ),
     }
     if peer := _transformer_lens(hf):
         jobs["TransformerLens: cache, everything"] = lambda: peer.run_with_cache(tokens)
@@ -255,7 +288,9 @@ def backward(make: Callable[..., Any], shape: tuple[int, int], device: str) -> J
         found = [x[0] if type(x) is tuple and x else x for x in kept]
         kept.clear()
         wanted = [x for x in found if isinstance(x, torch.Tensor) and x.requires_grad]
-        return found, torch.autograd.grad(loss[0], wanted, allow_unused=True)  # none of parameters, as ours
+        return found, torch.autograd.grad(
+            loss[0], wanted, allow_unused=True
+        )  # none of parameters, as ours
 
     noded: list[Any] = []
     hooks_with_nodes = nodes(hf, bridge, names, noded)
@@ -288,7 +323,9 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
 
     def torch_hook() -> list[Any]:
         seen: list[Any] = []
-        handle = blocks[middle].register_forward_hook(lambda module, args, output: seen.append(output))
+        handle = blocks[middle].register_forward_hook(
+            lambda module, args, output: seen.append(output)
+        )
         hf(tokens)
         handle.remove()
         return seen
@@ -301,7 +338,11 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
             main.switch(given)
             torch.equal(given, output if isinstance(output, torch.Tensor) else output[0])
 
-        work = greenlet(lambda: with_hooks([(block._forward_hooks, show) for block in blocks], lambda: hf(tokens)))
+        work = greenlet(
+            lambda: with_hooks(
+                [(block._forward_hooks, show) for block in blocks], lambda: hf(tokens)
+            )
+        )
         seen = [work.switch() for _ in blocks]
         work.switch()
         return seen
@@ -318,10 +359,14 @@ def traces(make: Callable[..., Any], shape: tuple[int, int], device: str) -> Job
     jobs: Jobs = {
         "`hf(tokens)`": lambda: hf(tokens),
         "one torch hook": torch_hook,
-        "`run_with_hooks`, one point": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(names[middle], _same)]),
+        "`run_with_hooks`, one point": lambda: bridge.run_with_hooks(
+            tokens, fwd_hooks=[(names[middle], _same)]
+        ),
         "a trace that asks for nothing": lambda: asked([]),
         "a trace, one point": lambda: asked(names[middle : middle + 1]),
-        "null: in each layer a copy, a switch to another greenlet and back, and a comparison": in_turns,
+        "null: in each layer a copy, a switch to another greenlet and back, and a comparison": (
+            in_turns
+        ),
         "a trace, every layer": lambda: asked(names),
         "a trace, every layer by `capture`": captured,
     }
@@ -380,7 +425,9 @@ def generation(make: Callable[..., Any], shape: tuple[int, int], device: str) ->
         "`generate`": lambda: bridge.generate(tokens, **ours),
         "`generate`, one residual hook": hooked,
         "`trace_generate` that asks for nothing": traced,
-        "`generate`, `return_cache`, everything": lambda: bridge.generate(tokens, return_cache=True, **ours),
+        "`generate`, `return_cache`, everything": lambda: bridge.generate(
+            tokens, return_cache=True, **ours
+        ),
     }
 
 
@@ -405,7 +452,9 @@ def patterns(make: Callable[..., Any], padded: bool, device: str) -> Jobs:
     return {
         "`hf(tokens)`": lambda: hf(tokens, **given),
         "cache of all patterns, which nobody reads": lambda: cached(names),
-        "cache of all patterns, each read": lambda: [float(x[0, 0, 0, 0]) for x in cached(names)[1].values()],
+        "cache of all patterns, each read": lambda: [
+            float(x[0, 0, 0, 0]) for x in cached(names)[1].values()
+        ],
         "cache of all patterns, `pos_slice=-1`": lambda: cached(names, pos_slice=-1),
         "cache of everything, `pos_slice=-1`": lambda: cached(None, pos_slice=-1),
         "a hook on each pattern that only looks": lambda: looked(lambda x, hook: None),
@@ -421,7 +470,9 @@ def head_results(device: str) -> Jobs:
     weight = torch.stack([bridge.blocks[i].attn.W_O for i in range(12)])
     z = [cache["z", i] for i in range(12)]
     return {
-        "one einsum": lambda: torch.einsum("lbphd,lhdm->lhbpm", torch.stack(z), weight).flatten(0, 1),
+        "one einsum": (
+            lambda: torch.einsum("lbphd,lhdm->lhbpm", torch.stack(z), weight).flatten(0, 1)
+        ),
         "`stack_head_results`": lambda: cache.stack_head_results(),
     }
 
@@ -454,7 +505,11 @@ def head_attribution(device: str) -> Jobs:
     torch.testing.assert_close(ours(), by_hand(), atol=atol, rtol=rtol, check_dtype=False)
     torch.testing.assert_close(by_layer(), by_hand(), atol=atol, rtol=rtol, check_dtype=False)
     null = "null: by hand, with the model's own weights in place of a stack of them that is there"
-    return {"by hand": by_hand, null: by_layer, "`logit_attrs(stack_head_results(pos_slice=-1))`": ours}
+    return {
+        "by hand": by_hand,
+        null: by_layer,
+        "`logit_attrs(stack_head_results(pos_slice=-1))`": ours,
+    }
 
 
 def many_hooks(device: str) -> Jobs:
@@ -472,15 +527,22 @@ def verification(device: str) -> Jobs:
     """The proof of everything that is declared of GPT-2 small."""
     hf = gpt2().to(device)
     bridge, tokens = TransformerBridge(hf), tokens_for(hf, (4, 16))
-    return {"20 plain runs, 4x16": lambda: [hf(tokens) for _ in range(20)], "`adapters.verify`": lambda: verify(bridge)}
+    return {
+        "20 plain runs, 4x16": lambda: [hf(tokens) for _ in range(20)],
+        "`adapters.verify`": lambda: verify(bridge),
+    }
 
 
 def _columns(make_jobs: Callable[..., Jobs], large: bool = False, *only: str) -> Iterator[Column]:
     for title, (make, shape) in MODELS.items():
         if not only or title in only:
-            yield Column(title, lambda device, make=make, shape=shape: make_jobs(make, shape, device))
+            yield Column(
+                title, lambda device, make=make, shape=shape: make_jobs(make, shape, device)
+            )
     for title, (make, shape) in LARGE.items() if large else ():
-        yield Column(title, lambda device, make=make, shape=shape: make_jobs(make, shape, device), large=True)
+        yield Column(
+            title, lambda device, make=make, shape=shape: make_jobs(make, shape, device), large=True
+        )
 
 
 def _with_grad(columns: Iterator[Column]) -> list[Column]:
@@ -495,14 +557,24 @@ _TWO_LLAMA: Callable[..., Any] = lambda: llama(num_hidden_layers=2, vocab_size=1
 TABLES: tuple[Table, ...] = (
     Table("runs", tuple(_columns(runs, True))),
     Table("everything", tuple(_columns(everything, True))),
-    Table("backward", tuple(_with_grad(_columns(backward, False, "tiny Llama 1x16", "GPT-2 1x128")))),
-    Table("traces", (*_columns(traces, False, *_TINY, "GPT-2 1x128"), *_with_grad(_columns(traces, False, *_TINY)))),
+    Table(
+        "backward", tuple(_with_grad(_columns(backward, False, "tiny Llama 1x16", "GPT-2 1x128")))
+    ),
+    Table(
+        "traces",
+        (
+            *_columns(traces, False, *_TINY, "GPT-2 1x128"),
+            *_with_grad(_columns(traces, False, *_TINY)),
+        ),
+    ),
     Table("generation", tuple(_columns(generation, False, *_TINY, "Llama 1x128"))),
     Table(
         "patterns",
         (
             Column("GPT-2 1x2048", lambda device: patterns(_TWO_GPT2, False, device)),
-            Column("Llama, grouped, left-padded", lambda device: patterns(_TWO_LLAMA, True, device)),
+            Column(
+                "Llama, grouped, left-padded", lambda device: patterns(_TWO_LLAMA, True, device)
+            ),
             Column("GPT-2, eager", lambda device: patterns(_TWO_EAGER, False, device)),
         ),
     ),

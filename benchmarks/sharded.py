@@ -1,8 +1,10 @@
-"""What it costs to look into a model that two processes share, as ratios to the same model without a bridge.
+"""What it costs to look into a model that two processes share, as ratios to the same model without
+a bridge.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/sharded.py
 
-A Llama of d_model 512, 8 layers and 8 heads, one prompt of 128 tokens, on the CPU; the runs alternate in one process.
+A Llama of d_model 512, 8 layers and 8 heads, one prompt of 128 tokens, on the CPU; the runs
+alternate in one process.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ from bridge import TransformerBridge
 ROUNDS = 41
 
 
-def runs(bridge: TransformerBridge, unasked: TransformerBridge, tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed, of a bridge and of one that does not compare edits. The second run of the model is the null."""
+def runs(
+    bridge: TransformerBridge, unasked: TransformerBridge, tokens: Tensor
+) -> dict[str, Callable[[], object]]:
+    """What is timed, of a bridge and of one that does not compare edits. The second run of the
+    model is the null.
+    """
     streams = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
     heads = [name for name in bridge.hook_dict if name.endswith("hook_z")]
 
@@ -43,13 +49,19 @@ def runs(bridge: TransformerBridge, unasked: TransformerBridge, tokens: Tensor) 
         "the model alone, once more": lambda: bridge.original_model(tokens),
         "nobody listens": lambda: bridge(tokens),
         "all residual streams cached": lambda: bridge.run_with_cache(tokens, names_filter=streams),
-        "one residual stream edited": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(streams[3], steer)]),
+        "one residual stream edited": lambda: bridge.run_with_hooks(
+            tokens, fwd_hooks=[(streams[3], steer)]
+        ),
         "one head edited": lambda: bridge.run_with_hooks(tokens, fwd_hooks=[(heads[3], knock)]),
         "one residual stream edited, not compared": lambda: unasked.run_with_hooks(
             tokens, fwd_hooks=[(streams[3], steer)]
         ),
-        "one head edited, not compared": lambda: unasked.run_with_hooks(tokens, fwd_hooks=[(heads[3], knock)]),
-        "one pattern cached": lambda: bridge.run_with_cache(tokens, names_filter="blocks.3.attn.hook_pattern"),
+        "one head edited, not compared": lambda: unasked.run_with_hooks(
+            tokens, fwd_hooks=[(heads[3], knock)]
+        ),
+        "one pattern cached": lambda: bridge.run_with_cache(
+            tokens, names_filter="blocks.3.attn.hook_pattern"
+        ),
         "everything cached": lambda: bridge.run_with_cache(tokens),
     }
 
@@ -82,7 +94,9 @@ def ratios(rounds: int = ROUNDS) -> dict[str, float]:
     dist.barrier()
     order = random.Random(0)
     bridge = TransformerBridge(_load(Path(folder[0])))
-    tokens = torch.randint(3, 2048, (1, 128), generator=torch.Generator().manual_seed(0)).to(bridge.cfg.device)
+    tokens = torch.randint(3, 2048, (1, 128), generator=torch.Generator().manual_seed(0)).to(
+        bridge.cfg.device
+    )
     unasked = TransformerBridge(bridge.original_model, compare_edits=False)
     timed = runs(bridge, unasked, tokens)
     found: dict[str, list[float]] = {name: [] for name in timed}

@@ -1,10 +1,12 @@
-"""Which test runs which line of the library, and how long each test takes: what `make mutants` chooses tests by.
+"""Which test runs which line of the library, and how long each test takes: what `make mutants`
+chooses tests by.
 
     python benchmarks/touched.py .mutants       # runs the whole suite once, in two processes
 
-It is a plugin of pytest, too: each process of a run writes what coverage.py saw of it, with the name of the test as the
-context. What a pytest runs that a test starts belongs to that test. Lines that run when a module is imported belong to
-no test, and are not looked at; nor are those of other programs that a test starts.
+It is a plugin of pytest, too: each process of a run writes what coverage.py saw of it, with the
+name of the test as the context. What a pytest runs that a test starts belongs to that test. Lines
+that run when a module is imported belong to no test, and are not looked at; nor are those of other
+programs that a test starts.
 """
 
 from __future__ import annotations
@@ -32,10 +34,16 @@ class Recorder:
         self.folder = folder
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.coverage = coverage.Coverage(
-            data_file=str(folder / "lines"), data_suffix=True, config_file=False, concurrency=["thread", "greenlet"],
-            source=[str(ROOT / room) for room in ROOMS], messages=False,
-        )  # fmt: skip
-        self.coverage.set_option("run:disable_warnings", ["module-not-imported", "no-data-collected"])
+            data_file=str(folder / "lines"),
+            data_suffix=True,
+            config_file=False,
+            concurrency=["thread", "greenlet"],
+            source=[str(ROOT / room) for room in ROOMS],
+            messages=False,
+        )
+        self.coverage.set_option(
+            "run:disable_warnings", ["module-not-imported", "no-data-collected"]
+        )
         self.coverage.set_option("run:relative_files", True)
         self.coverage.start()
 
@@ -63,7 +71,9 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Records in the processes that run tests: with pytest-xdist not in the one that hands them out."""
+    """Records in the processes that run tests: with pytest-xdist not in the one that hands them
+    out.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
         config.pluginmanager.register(Recorder(pathlib.Path(os.environ[FOLDER])))
 
@@ -88,7 +98,9 @@ def main() -> int:
         part.unlink()
     lines.write()
     (folder / "seconds.json").write_text(json.dumps(seconds))
-    return 0 if code == pytest.ExitCode.TESTS_FAILED else int(code)  # some count what is alive, and what records is
+    return (
+        0 if code == pytest.ExitCode.TESTS_FAILED else int(code)
+    )  # some count what is alive, and what records is
 
 
 if __name__ == "__main__":

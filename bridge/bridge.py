@@ -1,4 +1,4 @@
-"""`TransformerBridge`: a Hugging Face model, untouched, with hook points."""
+"""`TransformerBridge`: an unmodified Hugging Face model with hook points."""
 
 from __future__ import annotations
 
@@ -15,41 +15,53 @@ from bridge.facade.generation import GenerationMethods
 
 
 class TransformerBridge(GenerationMethods):
-    """Wraps a Hugging Face model without changing it.
+    """A Hugging Face model with hook points; the model itself is not changed.
 
-    Its parameters, state dict, mode and device are the model's own. Hook points cost nothing until someone listens.
+    Its parameters, state dict, mode and device are the model's own. A hook point without listeners
+    has no cost.
 
     Args:
-        hf_model: any model of a supported family, or a subclass, or a PEFT model around one; or one of any other.
-        tokenizer: its tokenizer; it is never changed. Without one, the bridge takes tokens only.
-        automatic: where the model's class has no adapter, infer one from a run on a few tokens, prove it on the model,
-            and say so in the log (`bridge`); `offered` says what it has. False: refuse. ``"always"``: infer one where
-            the class has an adapter, too.
-        inputs: what the model needs for that run besides tokens, images or sound, by the names of its own arguments, as
-            its processor returns them. None: made up, of the sizes that its configuration says.
-        declaration: in place of all that, what was declared or inferred of such a model before: what `declaration`
-            returned, or the file that it was saved in. It is proved on this model, in a few runs.
-        cache_declaration: keep what is inferred in a file, and prove that, in a few runs, when such a model is wrapped
-            the next time. (Files are in ``~/.cache/transformer-bridge``, or where the environment's
-            ``TRANSFORMER_BRIDGE_CACHE`` says; where that is set and empty, nothing is kept.)
-        compare_edits: where processes share the model, compare what hooks make of activations and gradients.
-        patience: likewise, how many seconds a hook waits for those of the other processes.
+        hf_model: a model of a supported family or a subclass, a PEFT model around one, or any other
+            model.
+        tokenizer: its tokenizer, which is never modified. Without one, the bridge takes tokens
+            only.
+        automatic: if the model's class has no adapter, infer one from a run on a few tokens, verify
+            it on the model, and log it (logger `bridge`); `offered` lists its hook points. False:
+            raise an error instead. ``"always"``: infer one even if the class has an adapter.
+        inputs: the inputs of that run besides tokens, such as images or sound, by the names of the
+            model's arguments, as its processor returns them. None: random inputs, with the sizes of
+            its configuration.
+        declaration: an earlier declaration of such a model, used instead of inference: the result
+            of `declaration`, or the file that it was saved in. It is verified on this model in a
+            few runs.
+        cache_declaration: store the inferred declaration in a file; the next time such a model is
+            wrapped, it is only verified, in a few runs. (Files are in
+            ``~/.cache/transformer-bridge``, or in the environment's ``TRANSFORMER_BRIDGE_CACHE``;
+            if that is set and empty, nothing is stored.)
+        compare_edits: if the model is sharded across processes, compare the hooks' results for
+            activations and gradients.
+        patience: if the model is sharded across processes, how many seconds a hook waits for the
+            other processes' hooks.
 
     Attributes:
         original_model: the model.
-        core: the Hugging Face model, without what wraps it (PEFT, `torch.compile`).
+        core: the Hugging Face model, without wrappers (PEFT, `torch.compile`).
         tokenizer: the tokenizer.
-        cfg: the facts about the model.
+        cfg: facts about the model.
         names: hook points by name and alias.
 
     Raises:
-        UnsupportedModelError: there is no adapter for the model's class, and none could be inferred, or was to be.
-        DeclarationError: the declaration that was given is damaged, of another model, or does not hold of this one.
+        UnsupportedModelError: the model's class has no adapter, and none could be inferred, or
+            `automatic` is False.
+        DeclarationError: the declaration is damaged, belongs to another model, or does not hold for
+            this one.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> from bridge import TransformerBridge
-        >>> bridge = TransformerBridge(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10)))
+        >>> bridge = TransformerBridge(
+        ...     GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=10))
+        ... )
         >>> bridge.blocks[1].attn.hook_z
         HookPoint(blocks.1.attn.hook_z: [batch pos n_heads d_head])
     """
@@ -86,42 +98,45 @@ class TransformerBridge(GenerationMethods):
         progress: bool = False,
         **from_pretrained: object,
     ) -> Self:
-        """Loads a model from the hub or a folder.
+        """Load a model from the hub or a folder.
 
         Args:
-            model_name: a hub name, one of HookedTransformer's short names (``gpt2-small``, ``pythia-70m``), or a folder
-                (which needs no network).
-            hf_model: use this model rather than load one.
-            tokenizer: use this tokenizer rather than load one.
+            model_name: a hub name, one of HookedTransformer's short names (``gpt2-small``,
+                ``pythia-70m``), or a folder (which needs no network).
+            hf_model: use this model instead of loading one.
+            tokenizer: use this tokenizer instead of loading one.
             hf_config_overrides: fields of the Hugging Face configuration to change.
-            device: where to put the model; None: where Hugging Face puts it.
-            dtype: the type of its weights; None: what Hugging Face chooses.
-            load_weights: False for a model without weights (on the ``meta`` device) whose hook points can be listed.
+            device: the model's device; None: Hugging Face's choice.
+            dtype: the dtype of its weights; None: Hugging Face's choice.
+            load_weights: False for a model without weights (on the ``meta`` device), to list its
+                hook points.
             trust_remote_code: as for `from_pretrained`.
-            model_class: the class to load; None: what the configuration's architecture says.
+            model_class: the class to load; None: the configuration's architecture.
             device_map, max_memory: as for `from_pretrained` (accelerate).
             n_devices: spread the model evenly over this many accelerators.
             n_ctx: the context length, in tokens.
             revision: a branch, tag or commit of the hub's repository.
-            checkpoint_index, checkpoint_value: a training checkpoint, by position in the list or by step (Pythia and
-                stanford-crfm models).
-            attn_implementation, cache_dir, force_download, local_files_only, token: as for `from_pretrained`.
-            patches: classes of modules in the place of transformers' own, by name or pattern of the name, for this
-                load alone (``{"LlamaAttention": MyAttention}``), as `transformers.monkey_patching` has them.
-            weight_conversions: where a patch changes the layout of weights, by model type or class name a list of
-                transformers' `WeightConverter` and `WeightRenaming`.
+            checkpoint_index, checkpoint_value: a training checkpoint, by position in the list or by
+                step (Pythia and stanford-crfm models).
+            attn_implementation, cache_dir, force_download, local_files_only, token: as for
+            `from_pretrained`.
+            patches: replacements for transformers' module classes, by name or name pattern, for
+                this load only (``{"LlamaAttention": MyAttention}``), as in
+                `transformers.monkey_patching`.
+            weight_conversions: if a patch changes the layout of weights, a list of transformers'
+                `WeightConverter` and `WeightRenaming`, by model type or class name.
             gguf_file: a GGUF file of the repository, whose weights are dequantised.
-            quantization_config: how to quantise the weights while they are loaded, as for `from_pretrained`.
-            progress: show the bars of loading.
-            from_pretrained: what else the class's `from_pretrained` takes.
+            quantization_config: how to quantise the weights while they are loaded, as for
+                `from_pretrained`.
+            progress: show progress bars.
+            from_pretrained: further arguments of the class's `from_pretrained`.
 
-        Of a checkpoint of Gemma 3 with images, the text model is loaded.
+        For a multimodal Gemma 3 checkpoint, the text model is loaded.
 
         Raises:
-            TypeError: a patch that is no class of modules.
-            ValueError: arguments that exclude each other, a checkpoint that does not exist, or a model that is stored
-                in HookedTransformer's own format.
-            TypeError: an argument that nobody knows.
+            TypeError: a patch that is not a module class, or an unknown argument.
+            ValueError: arguments that exclude each other, a checkpoint that does not exist, or a
+                model that is stored in HookedTransformer's own format.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -129,24 +144,43 @@ class TransformerBridge(GenerationMethods):
             >>> TransformerBridge.boot_transformers(str(MODEL_DIR)).cfg.n_layers
             4
         """
-        asked = loading.loading.LoadRequest(
-            name=model_name, revision=revision, checkpoint_index=checkpoint_index, checkpoint_value=checkpoint_value,
-            gguf_file=gguf_file, cache_dir=cache_dir, force_download=force_download,
-            local_files_only=local_files_only, token=token, trust_remote_code=trust_remote_code, device=device,
-            device_map=device_map, n_devices=n_devices, max_memory=max_memory, model_class=model_class,
-            hf_config_overrides=hf_config_overrides, n_ctx=n_ctx, dtype=dtype, attn_implementation=attn_implementation,
-            quantization_config=quantization_config, load_weights=load_weights, patches=patches,
-            weight_conversions=weight_conversions, from_pretrained=from_pretrained,
-        )  # fmt: skip
+        request = loading.loading.LoadRequest(
+            name=model_name,
+            revision=revision,
+            checkpoint_index=checkpoint_index,
+            checkpoint_value=checkpoint_value,
+            gguf_file=gguf_file,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+            token=token,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            device_map=device_map,
+            n_devices=n_devices,
+            max_memory=max_memory,
+            model_class=model_class,
+            hf_config_overrides=hf_config_overrides,
+            n_ctx=n_ctx,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            load_weights=load_weights,
+            patches=patches,
+            weight_conversions=weight_conversions,
+            from_pretrained=from_pretrained,
+        )
         if hf_model is None:
-            model, files = loading.loading.load(asked, progress)
+            model, files = loading.loading.load(request, progress)
         else:
-            model, files = hf_model, loading.loading.loaded_already(hf_model, asked)
-        bridge = cls(model, loading.loading.tokenizer_of(files, progress) if tokenizer is None else tokenizer)
+            model = hf_model
+            files = loading.loading.loaded_already(hf_model, request)
+        if tokenizer is None:
+            tokenizer = loading.loading.tokenizer_of(files, progress)
+        bridge = cls(model, tokenizer)
         if hf_model is None:
             bridge.restore_processing()
-        said = {"n_ctx": n_ctx, "n_devices": n_devices}
-        for field, value in (files.facts | {name: n for name, n in said.items() if n is not None}).items():
+        for field, value in files.facts.items():
             setattr(bridge.cfg, field, value)
         return bridge
 
@@ -159,34 +193,48 @@ class TransformerBridge(GenerationMethods):
         dtype: torch.dtype | None = None,
         model_name: str | None = None,
     ) -> Self:
-        """A small transformer with random weights, for studies of toy models.
+        """Create a small transformer with random weights, for toy models.
 
         Args:
-            config: a `NativeConfig`, its fields, or a configuration of HookedTransformer's (`bridge.legacy`).
-            tokenizer: for text input; None: the one that the configuration's `tokenizer_name` names, if it does.
-            device, dtype, model_name: in place of the configuration's.
+            config: a `NativeConfig`, its fields, or a HookedTransformer configuration
+                (`bridge.legacy`).
+            tokenizer: the tokenizer for text input; None: the one in the configuration's
+                `tokenizer_name`, if any.
+            device, dtype, model_name: values that override the configuration's.
 
         Raises:
-            TypeError: a field that does not exist, or that is missing, or whose value has the wrong type.
+            TypeError: a field that does not exist, or that is missing, or whose value has the wrong
+                type.
             ValueError: a value out of range, or fields that contradict each other.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_native(
-            ...     {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 10, "n_ctx": 5, "attn_only": True}
+            ...     {
+            ...         "n_layers": 1,
+            ...         "d_model": 8,
+            ...         "n_heads": 2,
+            ...         "d_vocab": 10,
+            ...         "n_ctx": 5,
+            ...         "attn_only": True,
+            ...     }
             ... )
             >>> bridge([[1, 2, 3]]).shape
             torch.Size([1, 3, 10])
         """
-        return cls(*loading.loading.make_native(config, tokenizer, device=device, dtype=dtype, model_name=model_name))
+        changes = {"device": device, "dtype": dtype, "model_name": model_name}
+        return cls(*loading.loading.make_native(config, tokenizer, **changes))
 
     @classmethod
-    def boot_embedded(cls, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None) -> Self:
-        """The small English model that comes with this package, with ground truth for what it knows.
+    def boot_embedded(
+        cls, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    ) -> Self:
+        """Load the small English model that comes with this package, with ground truth for its
+        knowledge.
 
         Args:
-            device: where to put it; None: on the CPU.
-            dtype: the type of its weights; None: float32.
+            device: its device; None: the CPU.
+            dtype: the dtype of its weights; None: float32.
 
         Example:
             >>> from bridge import TransformerBridge

@@ -1,9 +1,10 @@
-"""Lenses: the residual stream of each layer read as next tokens, raw, through the final norm, or tuned."""
+"""Lenses: each layer's residual stream read as next tokens, raw, normed or tuned."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import pickle
 import zipfile
@@ -11,53 +12,64 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from adapters.inputs import takes
 from adapters.points import module_at, path_from
 from bridge.analysis.analysis import pick, refuse_no_stream
-from bridge.hooks.arguments import check_positive, refuse_wrong_types, shown
+from bridge.arguments import check_positive, refuse_wrong_types, shown
 from bridge.hooks.context import CURRENT, RunContext, setting
-from bridge.hooks.modules import written_to
+from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import last_stream
+from bridge.modules import state_of
 from bridge.run.inputs import Input, RunnableBridge, prompts_with, unpacked
 from bridge.run.recorder import PosSlice
 from bridge.run.tokenization import texts_in
 
 __all__ = ["Reading", "Top", "TunedLens", "lens"]
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tuned lenses: for each layer a learned affine map to what the last layer would hold.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Tuned lenses: a learned affine map per layer that predicts the last layer's stream.
+# --------------------------------------------------------------------------------------------------
 
 
 _KIND = "linear_tuned_lens"
 
 
-#: What Python says of a zip or a pickle that is damaged.
-_DAMAGED = (EOFError, NotImplementedError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
+#: Python's errors for a damaged zip or pickle.
+_DAMAGED = (
+    EOFError,
+    NotImplementedError,
+    OSError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class TunedLens(nn.Module):
-    """An affine map for each layer: the stream that enters the layer, plus a linear map of it (Belrose et al. 2023,
-    "Eliciting Latent Predictions from Transformers with the Tuned Lens").
+    """An affine map per layer: the stream before the layer, plus a linear map of it (Belrose et al.
+    2023, "Eliciting Latent Predictions from Transformers with the Tuned Lens").
 
-    Folders that the package `tuned-lens` wrote (``params.pt`` and ``config.json``) load, and `save` writes such ones.
+    It loads folders that the package `tuned-lens` wrote (``params.pt`` and ``config.json``), and
+    `save` writes the same format.
 
     Args:
-        n_layers: how many layers the model has.
+        n_layers: the number of the model's layers.
         d_model: the width of its stream.
-        bias: whether the maps add something.
+        bias: whether the maps have biases.
 
     Attributes:
-        translators: a linear layer for the stream before each layer; new ones are zero, which is the logit lens.
-        config: what `config.json` says.
+        translators: a linear layer for the stream before each layer; new ones are zero, which is
+            the logit lens.
+        config: the contents of `config.json`.
 
     Example:
         >>> from bridge.lens import TunedLens
@@ -70,7 +82,9 @@ class TunedLens(nn.Module):
         super().__init__()
         for name, size in (("n_layers", n_layers), ("d_model", d_model)):
             check_positive(name, size)
-        self.translators = nn.ModuleList([nn.Linear(d_model, d_model, bias=bias) for _ in range(n_layers)])
+        self.translators = nn.ModuleList(
+            [nn.Linear(d_model, d_model, bias=bias) for _ in range(n_layers)]
+        )
         for parameter in self.translators.parameters():
             nn.init.zeros_(parameter)
         self.config: dict[str, Any] = {
@@ -83,52 +97,65 @@ class TunedLens(nn.Module):
             "lens_type": _KIND,
         }
 
-    def forward(self, stream: Float[Tensor, "*any d_model"], layer: int) -> Float[Tensor, "*any d_model"]:
-        """The stream as the last layer would hold it.
+    def forward(
+        self, stream: Float[Tensor, "*any d_model"], layer: int
+    ) -> Float[Tensor, "*any d_model"]:
+        """Predict the last layer's stream from a layer's stream.
 
         Args:
-            stream: what enters the layer.
-            layer: from 0; ``n_layers``, the end, stays as it is.
+            stream: the residual stream before the layer.
+            layer: from 0; ``n_layers``, the end, is returned unchanged.
         """
-        return stream if layer == len(self.translators) else stream + self.translators[layer](stream)
+        if layer == len(self.translators):
+            return stream
+        return stream + self.translators[layer](stream)
 
     @classmethod
     @refuse_wrong_types
     def load(
-        cls, folder: str | Path, bridge: RunnableBridge | None = None, check_unembedding: bool = True
+        cls,
+        folder: str | Path,
+        bridge: RunnableBridge | None = None,
+        check_unembedding: bool = True,
     ) -> TunedLens:
-        """Reads a lens.
+        """Load a lens.
 
         Args:
-            folder: with ``params.pt`` and ``config.json``.
-            bridge: the model that it is for; it is put on that model's device.
-            check_unembedding: refuse a lens whose configuration names another unembedding than this model's.
+            folder: the folder with ``params.pt`` and ``config.json``.
+            bridge: the model that it is for; the lens is put on that model's device.
+            check_unembedding: reject a lens whose configuration identifies a different unembedding.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: it is another kind of lens, or for another model, or damaged.
+            ValueError: it is a different kind of lens, for a different model, or damaged.
         """
         folder = Path(folder)
         for name in ("config.json", "params.pt"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"folder is {str(folder)!r}, which has no {name}")
-        reading = folder / "config.json"
+        file = folder / "config.json"
         try:
-            config = json.loads(reading.read_text(encoding="utf-8"))
+            config = json.loads(file.read_text(encoding="utf-8"))
             if config.get("lens_type", _KIND) != _KIND:
-                raise ValueError(f"its lens is of type {config['lens_type']!r}; only {_KIND!r} can be read")
-            sizes, bias = (config["num_hidden_layers"], config["d_model"], config["d_model"]), config["bias"]
-            reading = folder / "params.pt"
-            if zipfile.is_zipfile(reading) and (bad := zipfile.ZipFile(reading).testzip()) is not None:
-                raise ValueError(f"the checksum of {bad} in it is another")
-            state = torch.load(reading, map_location="cpu", weights_only=True)
-            weights = [value for name, value in state.items() if name.endswith("weight")]
-            if (len(weights), *weights[0].shape) != sizes:
-                raise ValueError(f"it holds {len(weights)} maps {list(weights[0].shape)}, config.json says {sizes}")
-            lens = cls(sizes[0], sizes[1], bias)
+                raise ValueError(
+                    f"its lens is of type {config['lens_type']!r}; only {_KIND!r} can be read"
+                )
+            n_layers = config["num_hidden_layers"]
+            d_model = config["d_model"]
+            bias = config["bias"]
+            file = folder / "params.pt"
+            state = _read_maps(file, (n_layers, d_model, d_model))
+            lens = cls(n_layers, d_model, bias)
             lens.translators.load_state_dict(state)
-        except (*_DAMAGED, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{reading} cannot be used: {error}") from error
+        except (
+            *_DAMAGED,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(f"{file} cannot be used: {error}") from error
         lens.config |= config
         if bridge is not None:
             lens.check(bridge, check_unembedding)
@@ -137,10 +164,10 @@ class TunedLens(nn.Module):
 
     @refuse_wrong_types
     def save(self, folder: str | Path) -> None:
-        """Writes ``params.pt`` and ``config.json``.
+        """Write ``params.pt`` and ``config.json``.
 
         Args:
-            folder: it is made where it is missing.
+            folder: the folder, which is created if it is missing.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,26 +176,31 @@ class TunedLens(nn.Module):
 
     @refuse_wrong_types
     def check(self, bridge: RunnableBridge, unembedding: bool = True) -> None:
-        """Refuses a model that the lens is not for.
+        """Reject a model that the lens was not trained for.
 
         Args:
             bridge: the model.
-            unembedding: whether its unembedding has to be the one that the lens was trained with, as far as is known.
+            unembedding: also reject a model whose unembedding differs from the one used in
+                training, as far as that is known.
 
         Raises:
-            ValueError: it has other sizes, or another unembedding.
+            ValueError: its sizes or its unembedding differ.
         """
         n_layers, d_model = len(self.translators), self.config["d_model"]
         if (n_layers, d_model) != (bridge.cfg.n_layers, bridge.cfg.d_model):
             raise ValueError(
-                f"the lens is for {n_layers} layers of width {d_model}; {bridge.cfg.model_name} has "
-                f"{bridge.cfg.n_layers} of width {bridge.cfg.d_model}"
+                f"the lens is for {n_layers} layers of width {d_model}; {bridge.cfg.model_name} has"
+                f" {bridge.cfg.n_layers} of width {bridge.cfg.d_model}"
             )
-        named = self.config["unembed_hash"]
-        if unembedding and named and named != unembedding_hash(bridge):
+        exact, short = self.config.get("unembed_sha256"), self.config["unembed_hash"]
+        is_other = bool(
+            exact != _exact_hash(bridge) if exact else short and short != unembedding_hash(bridge)
+        )
+        if unembedding and is_other:
             raise ValueError(
-                f"the lens was trained with another unembedding than that of {bridge.cfg.model_name} (have its weights "
-                "been processed?); check_unembedding=False uses it all the same"
+                "the lens was trained with another unembedding than that of"
+                f" {bridge.cfg.model_name} (have its weights been processed?);"
+                " check_unembedding=False uses it all the same"
             )
 
     @classmethod
@@ -181,78 +213,129 @@ class TunedLens(nn.Module):
         learning_rate: float = 1e-3,
         verbose: bool = True,
     ) -> TunedLens:
-        """Trains a lens: each layer's distribution is brought near the model's own, by the divergence between them.
+        """Train a lens: minimise each layer's KL divergence from the model's own distribution.
 
-        The model stays as it is. Adam; the learning rate falls to zero, linearly.
+        The model is not changed. The optimiser is Adam; the learning rate decreases linearly to
+        zero.
 
         Args:
             bridge: the model, in evaluation mode.
-            batches: texts or tokens, as the bridge takes them. Padding of texts does not count; tokens have none.
-            epochs: how many times to go through them.
-            learning_rate: at the beginning.
+            batches: texts, or tokens without padding. The padding of texts is excluded.
+            epochs: the number of passes over the batches.
+            learning_rate: the initial learning rate.
             verbose: show a progress bar.
 
         Raises:
-            ValueError: there are no batches, the model is in training mode, or the learning rate is not above zero.
+            ValueError: there are no batches, the model is in training mode, or the learning rate is
+                not above zero.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> from bridge.lens import TunedLens
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> lens = TunedLens.fit(bridge, ["The capital of France is Paris."], epochs=2, verbose=False)
+            >>> lens = TunedLens.fit(
+            ...     bridge, ["The capital of France is Paris."], epochs=2, verbose=False
+            ... )
         """
         if bridge.core.training:
             raise ValueError("the model is in training mode: call bridge.eval() first")
         if isinstance(batches, str) or (isinstance(batches, Tensor) and batches.ndim < 2):
-            raise TypeError(f"batches is {shown(batches)}; it must be a list of batches, each of texts or tokens")
+            raise TypeError(
+                f"batches is {shown(batches)}; it must be a list of batches, each of texts or"
+                " tokens"
+            )
         if not learning_rate > 0:
             raise ValueError(f"learning_rate is {learning_rate}; it must be above zero")
-        every = [_tokens_and_mask(bridge, batch) for batch in batches]
-        if not every or epochs < 1:
-            raise ValueError(f"there are {len(every)} batches and {epochs} epochs; a lens needs one of each, or more")
+        masked = [_tokens_and_mask(bridge, batch) for batch in batches]
+        if not masked or epochs < 1:
+            raise ValueError(
+                f"there are {len(masked)} batches and {epochs} epochs; a lens needs one of each, or"
+                " more"
+            )
         bridge.architecture.refuse_several_streams(bridge.cfg.model_name)
-        n = bridge.cfg.n_layers
-        names = [f"blocks.{layer}.hook_resid_pre" for layer in range(n)]
-        lens = cls(n, bridge.cfg.d_model).to(bridge.cfg.device)
-        lens.config |= {"base_model_name_or_path": bridge.cfg.model_name, "unembed_hash": unembedding_hash(bridge)}
+        lens = cls(bridge.cfg.n_layers, bridge.cfg.d_model).to(bridge.cfg.device)
+        lens.config["base_model_name_or_path"] = bridge.cfg.model_name
+        lens.config["unembed_hash"] = unembedding_hash(bridge)
+        lens.config["unembed_sha256"] = _exact_hash(bridge)
         optimizer = torch.optim.Adam(lens.parameters(), lr=learning_rate)
-        total = epochs * len(every)
+        total = epochs * len(masked)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
-        with tqdm(total=total, desc="tuning a lens", unit="batch", disable=not verbose) as bar, torch.enable_grad():
-            for batch, mask in every * epochs:
-                with torch.no_grad():
-                    logits, cache = bridge.run_with_cache(batch, attention_mask=mask, names_filter=names)
-                right = logits.float().log_softmax(-1)
-                loss = 0.0
+        progress = tqdm(total=total, desc="tuning a lens", unit="batch", disable=not verbose)
+        with progress, torch.enable_grad():
+            for batch, mask in masked * epochs:
                 optimizer.zero_grad()
-                for layer, name in enumerate(names):  # one layer at a time: its logits are large
-                    stream = cache[name].detach()
-                    found = bridge(lens(stream, layer), start_at_layer=n).float().log_softmax(-1)
-                    each = (right.exp() * (right - found)).sum(-1)  # batch pos
-                    one = each.mean() if mask is None else each[mask.bool().to(each.device)].mean()
-                    parameters = list(lens.translators[layer].parameters())  # the model's own are not touched
-                    for parameter, gradient in zip(parameters, torch.autograd.grad(one, parameters), strict=True):
-                        parameter.grad = gradient
-                    loss += one.item() / n
+                divergence = _set_gradients(lens, bridge, batch, mask)
                 optimizer.step()
                 schedule.step()
-                bar.set_postfix(divergence=f"{loss:.3f}")
-                bar.update()
+                progress.set_postfix(divergence=f"{divergence:.3f}")
+                progress.update()
         return lens.eval()
 
 
+def _read_maps(file: Path, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Return the state dict of a lens's maps.
+
+    Raises:
+        ValueError: the file is damaged, or contains maps of other sizes.
+    """
+    if zipfile.is_zipfile(file) and (bad := zipfile.ZipFile(file).testzip()) is not None:
+        raise ValueError(f"the checksum of {bad} in it is another")
+    state: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    weights = [value for name, value in state.items() if name.endswith("weight")]
+    if (len(weights), *weights[0].shape) != sizes:
+        raise ValueError(
+            f"it holds {len(weights)} maps {list(weights[0].shape)}, config.json says {sizes}"
+        )
+    return state
+
+
+def _set_gradients(
+    lens: TunedLens, bridge: RunnableBridge, batch: Input, mask: Tensor | None
+) -> float:
+    """Set the gradients of a lens's maps on one batch, and return the mean divergence over layers.
+
+    The gradients are computed with `torch.autograd.grad`, so that those of the model's own
+    parameters stay unchanged.
+    """
+    n = bridge.cfg.n_layers
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(n)]
+    with torch.no_grad():
+        logits, cache = bridge.run_with_cache(batch, attention_mask=mask, names_filter=names)
+    target = logits.float().log_softmax(-1)
+    total = 0.0
+    for layer, name in enumerate(names):  # one layer at a time: its logits are large
+        stream = cache[name].detach()
+        predicted = bridge(lens(stream, layer), start_at_layer=n).float().log_softmax(-1)
+        divergences = (target.exp() * (target - predicted)).sum(-1)  # batch pos
+        if mask is not None:
+            divergences = divergences[mask.bool().to(divergences.device)]
+        loss = divergences.mean()
+        parameters = list(lens.translators[layer].parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        total += loss.item() / n
+    return total
+
+
 def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tensor | None]:
-    """A batch, and which of its positions are no padding; None: all of them."""
-    if isinstance(batch, Sequence) and batch and isinstance(batch[0], str) and not isinstance(batch, str):
+    """Return a batch's tokens, and the mask of its real positions; None if none are padding."""
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
+        return inputs, batch.get("attention_mask")
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        return batch, None
+    if batch and isinstance(batch[0], str):
         padded = bridge.batch_of(batch)
         return padded.tokens, padded.mask
-    if isinstance(batch, Mapping):
-        return {name: value for name, value in batch.items() if name != "attention_mask"}, batch.get("attention_mask")
     return batch, None
 
 
 def unembedding_hash(bridge: RunnableBridge) -> str:
-    """How the package `tuned-lens` names an unembedding: by its entries, printed to one decimal.
+    """Return the hash by which the package `tuned-lens` identifies an unembedding.
+
+    It covers only a few numbers, rounded to one decimal, so a different unembedding may have the
+    same hash.
 
     Args:
         bridge: the bridge.
@@ -263,47 +346,65 @@ def unembedding_hash(bridge: RunnableBridge) -> str:
         >>> len(unembedding_hash(TransformerBridge.boot_embedded()))
         64
     """
-    weight = bridge.core.get_output_embeddings().weight.detach().cpu().float().numpy()
-    return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()
+    return hashlib.sha256(np.array_str(_unembedding(bridge), precision=1).encode()).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What the model would say if it ended earlier: the residual stream of each layer, read as next tokens.
-# ----------------------------------------------------------------------------------------------------------------------
+def _exact_hash(bridge: RunnableBridge) -> str:
+    """Return the hash of all numbers of an unembedding, which must not be on the ``meta``
+    device."""
+    return hashlib.sha256(np.ascontiguousarray(_unembedding(bridge)).tobytes()).hexdigest()
 
 
-#: From a stream and its layer to logits.
+def _unembedding(bridge: RunnableBridge) -> NDArray[np.float32]:
+    weight: Tensor = bridge.core.get_output_embeddings().weight
+    return weight.detach().cpu().float().numpy()
+
+
+# --------------------------------------------------------------------------------------------------
+# Early readout: the residual stream of each layer, read as next tokens.
+# --------------------------------------------------------------------------------------------------
+
+
+#: A function from a stream and its layer to logits.
 Decode = Callable[[Tensor, int], Tensor]
-#: The most logits that are held at once.
+#: The most logits in memory at once.
 MOST_LOGITS = 2**25
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Top:
-    """The likeliest tokens that a lens reads at each layer and position.
+    """The most likely tokens that a lens reads at each layer and position.
 
     Attributes:
-        tokens: their ids, the likeliest first, ``[layer, batch, pos, k]``.
-        probabilities: theirs.
+        tokens: the ids of the tokens, most likely first, ``[layer, batch, pos, k]``.
+        probabilities: the probabilities of these tokens.
     """
 
     tokens: Int[Tensor, "layer batch pos k"]
     probabilities: Float[Tensor, "layer batch pos k"]
 
+    def __repr__(self) -> str:
+        return f"Top(tokens [layer batch pos k]: {list(self.tokens.shape)})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Reading:
-    """The residual streams of a run, and what a lens reads in them. Logits are computed when they are asked for.
+    """The residual streams of a run, decoded by a lens. Logits are computed on access.
 
     Attributes:
-        streams: before each chosen layer, ``[layer, batch, pos, d_model]``; layer ``n_layers`` is the end.
-        layers: which layers.
-        decode: from ``[batch, pos, d_model]`` and a layer to logits ``[batch, pos, d_vocab]``.
-        mask: ``[batch, pos]``, 0 where a shorter prompt is padded (in front); None: nowhere.
-        n_layers: how many layers the model has.
-        d_vocab: how many tokens there are.
-        max_bytes: about how much memory logits, and what is made of them, may take at once, some positions after the
-            other (one at least); None: what is quick. `logits` and `stack` return as much as they return.
+        streams: the stream before each selected layer, ``[layer, batch, pos, d_model]``; layer
+            ``n_layers`` is the end.
+        layers: the selected layers.
+        decode: maps ``[batch, pos, d_model]`` and a layer to logits ``[batch, pos, d_vocab]``.
+        mask: ``[batch, pos]``, 0 where a shorter prompt is (left-)padded; None: no padding.
+        n_layers: the number of the model's layers.
+        d_vocab: the size of the vocabulary.
+        max_bytes: the approximate memory of logits, and of what is computed from them, per chunk of
+            positions (at least one); None: a fast default. It does not limit the results of
+            `logits` and `stack`.
+        tokens: those of the positions that were read, ``[batch, pos]``; None: the input was not
+            tokens.
+        bridge: the model, whose tokenizer names tokens in a picture.
     """
 
     streams: Float[Tensor, "layer batch pos d_model"]
@@ -313,18 +414,26 @@ class Reading:
     n_layers: int
     d_vocab: int
     max_bytes: int | None = None
+    tokens: Int[Tensor, "batch pos"] | None = None
+    bridge: RunnableBridge | None = None
+    picture: ClassVar[str] = "logit_lens"
+
+    def __repr__(self) -> str:
+        sizes = list(self.streams.shape[:3])
+        layers = f"{self.labels[0]} to {self.labels[-1]}"
+        return f"Reading([layer batch pos] {sizes}, {layers}, of {self.d_vocab} tokens)"
 
     @property
     def labels(self) -> list[str]:
-        """Such as ``0_pre``, and ``final_post``."""
+        """Return labels such as ``0_pre`` and ``final_post``."""
         return ["final_post" if layer == self.n_layers else f"{layer}_pre" for layer in self.layers]
 
     @refuse_wrong_types
     def logits(self, layer: int) -> Float[Tensor, "batch pos d_vocab"]:
-        """The logits of one layer.
+        """Return the logits of one layer.
 
         Args:
-            layer: as in `layers`; -1 is the last of them.
+            layer: one of `layers`; -1 is the last of these.
 
         Raises:
             ValueError: it was not read.
@@ -332,47 +441,51 @@ class Reading:
         if layer == -1:
             layer = self.layers[-1]
         if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
+            raise ValueError(
+                f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}"
+            )
         return self.decode(self.streams[self.layers.index(layer)], layer)
 
     def stack(self) -> Float[Tensor, "layer batch pos d_vocab"]:
-        """The logits of all layers at all positions that were read. Everything else here does without that tensor."""
+        """Return the logits of all layers at all positions. The other methods avoid this large
+        tensor.
+        """
         return torch.stack([self.logits(layer) for layer in self.layers])
 
     @refuse_wrong_types
     def top(self, k: int = 5) -> Top:
-        """The `k` likeliest tokens of each layer.
+        """Return the `k` most likely tokens of each layer.
 
         Args:
-            k: how many.
+            k: the number of tokens.
 
         Raises:
-            ValueError: there are not so many tokens.
+            ValueError: there are fewer tokens.
         """
         if not 1 <= k <= self.d_vocab:
             raise ValueError(f"k is {k}; it must be from 1 to {self.d_vocab}")
 
         def likeliest(logits: Tensor) -> Tensor:
-            found = logits.softmax(-1).topk(k, -1)
-            return torch.cat([found.indices.to(found.values.dtype), found.values], -1)
+            best = logits.softmax(-1).topk(k, -1)
+            return torch.cat([best.indices.to(best.values.dtype), best.values], -1)
 
-        found = self._gather(likeliest)
-        tokens, probabilities = found.split(k, -1)
+        tokens, probabilities = self._gather(likeliest).split(k, -1)
         return Top(tokens.long(), probabilities)
 
     @refuse_wrong_types
     def probabilities(self, token: int) -> Float[Tensor, "layer batch pos"]:
-        """The probability of one token in each layer.
+        """Return the probability of one token in each layer.
 
         Args:
             token: its id.
         """
         self._check(token)
-        return self._gather(lambda logits: logits.softmax(-1)[..., token].clone())  # a view would keep all tokens
+        # A view would keep all tokens alive.
+        return self._gather(lambda logits: logits.softmax(-1)[..., token].clone())
 
     @refuse_wrong_types
     def ranks(self, token: int) -> Int[Tensor, "layer batch pos"]:
-        """How many tokens are likelier than this one in each layer.
+        """Return the number of tokens that are more likely than this one in each layer.
 
         Args:
             token: its id.
@@ -381,34 +494,103 @@ class Reading:
         return self._gather(lambda logits: (logits > logits[..., token : token + 1]).sum(-1)).long()
 
     def divergence(self) -> Float[Tensor, "layer batch pos"]:
-        """The Kullback-Leibler divergence of each layer's distribution from the last one's, in nats."""
+        """Return the KL divergence of each layer's distribution from the last one's, in nats."""
         last = self.layers[-1]
         rows = []
         for layer, stream in zip(self.layers, self.streams, strict=True):
             parts = []
             ends = self._parts(self.streams[-1], copies=7)
             for part, end in zip(self._parts(stream, copies=7), ends, strict=True):
-                right = self.decode(end, last).double().log_softmax(-1)
-                found = self.decode(part, layer).double().log_softmax(-1)
-                parts.append((right.exp() * (right - found)).sum(-1))
+                target = self.decode(end, last).double().log_softmax(-1)
+                predicted = self.decode(part, layer).double().log_softmax(-1)
+                parts.append((target.exp() * (target - predicted)).sum(-1))
             rows.append(torch.cat(parts, 1).to(self.streams.dtype))
         return torch.stack(rows)
+
+    @refuse_wrong_types
+    def draw(
+        self,
+        row: int | None = None,
+        tokens: Sequence[str] | None = None,
+        chosen: Sequence[str] | None = None,
+        top: int = 5,
+        **options: Any,
+    ) -> Any:
+        """Draw one prompt with `bridge.pictures.logit_lens`, without its padding; or the
+        probability of some tokens, with `bridge.pictures.chosen_lens`.
+
+        Args:
+            row: which prompt; None: the only one.
+            tokens: the text of each position; None: as the tokenizer has it.
+            chosen: draw these tokens alone, such as ``[" Mary", " John"]``.
+            top: the number of tokens in a tooltip.
+            options: options of the picture, such as `title`.
+
+        Raises:
+            ImportError: the dependencies of pictures are not installed.
+            ValueError: several prompts and no `row`; a model that did not read tokens and has no
+                `tokens`; a model without a tokenizer.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.lens import lens
+            >>> reading = lens(TransformerBridge.boot_embedded(), "The capital of France is")
+            >>> reading.draw(), reading.draw(chosen=[" Paris", " Rome"])
+            (Picture('Logit lens'), Picture('Logit lens of chosen tokens'))
+        """
+        one, words = self._of_row(row, tokens)
+        names = ["embed" if layer == 0 else str(layer - 1) for layer in self.layers]
+        options = {"rows": names} | options
+        pictures = importlib.import_module("bridge.pictures")
+        if chosen is not None:
+            return pictures.chosen_lens(one.stack(), words, self.bridge, chosen, **options)
+        best = one.top(top)
+        return pictures.token_lines.likeliest_tokens(
+            best.tokens[:, 0], best.probabilities[:, 0], words, self.bridge, **options
+        )
+
+    def _of_row(
+        self, row: int | None, tokens: Sequence[str] | None
+    ) -> tuple[Reading, Sequence[str]]:
+        """Return the reading of one prompt without its padding, and the text of each position."""
+        rows = self.streams.shape[1]
+        if row is None and rows > 1:
+            raise ValueError(f"the reading is of {rows} prompts: draw(row=0) draws the first")
+        row = row or 0
+        if not -rows <= row < rows:
+            raise ValueError(f"row is {row}; the reading is of {rows} prompts")
+        if self.bridge is None or self.bridge.tokenizer is None:
+            raise ValueError("the model has no tokenizer, so its predictions have no texts to draw")
+        real = slice(None) if self.mask is None else self.mask[row].bool()
+        ids = None if self.tokens is None else self.tokens[row, None, real]
+        streams = self.streams[:, row, real].unsqueeze(1)
+        one = replace(self, streams=streams, mask=None, tokens=ids)
+        if tokens is not None:
+            return one, tokens
+        if ids is None:
+            raise ValueError(
+                "the model did not read tokens: pass tokens=, a text for each position"
+            )
+        return one, [self.bridge.to_single_str_token(token) for token in ids[0].tolist()]
 
     def _check(self, token: int) -> None:
         if not 0 <= token < self.d_vocab:
             raise ValueError(f"token is {token}; it must be from 0 to {self.d_vocab - 1}")
 
     def _gather(self, look: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of the logits for each layer, some positions at a time."""
-        return torch.stack(
-            [
-                torch.cat([look(self.decode(part, layer).double()) for part in self._parts(stream)], 1)
-                for layer, stream in zip(self.layers, self.streams, strict=True)
-            ]
-        )
+        """Compute a function of the logits of each layer, some positions at a time."""
+        results = []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            parts = [look(self.decode(part, layer).double()) for part in self._parts(stream)]
+            results.append(torch.cat(parts, 1))
+        return torch.stack(results)
 
-    def _parts(self, stream: Float[Tensor, "batch pos d_model"], copies: int = 3) -> Iterator[Tensor]:
-        """Some positions after the other: beside their logits so many copies in float64 fit in."""
+    def _parts(
+        self, stream: Float[Tensor, "batch pos d_model"], copies: int = 3
+    ) -> Iterator[Tensor]:
+        """Yield chunks of positions, small enough that float64 copies of their logits fit in
+        memory.
+        """
         of_position = stream.shape[0] * self.d_vocab
         if self.max_bytes is None:
             width = MOST_LOGITS // of_position
@@ -417,44 +599,84 @@ class Reading:
         yield from stream.split(max(1, width), 1)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Decoding what a lens has read under the hooks, and with the weights, that it was read with.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Decoding under the hooks and weights that were active when the lens read the stream.
+# --------------------------------------------------------------------------------------------------
 
 
-def as_read(bridge: RunnableBridge, decode: Decode, hooked: bool) -> Decode:
-    """The same decoding, refused where hooks or weights behind the blocks are not those of now.
+def _numbers_of(bridge: RunnableBridge) -> list[tuple[str, object]]:
+    """Return the numbers that a model reads from its configuration and itself, such as a soft
+    cap.
+    """
+    owners = (bridge.core.config.get_text_config(decoder=True), bridge.core)
+    return [
+        (name, x) for owner in owners for name, x in vars(owner).items() if type(x) in (int, float)
+    ]
+
+
+def _modules_behind(bridge: RunnableBridge, behind: Sequence[HookPoint]) -> list[nn.Module]:
+    """Return the modules of the hook points behind the blocks, and the output layer."""
+    paths = dict.fromkeys(hook.point.site.path for hook in behind)
+    modules = [module_at(bridge.original_model, path) for path in paths if path]
+    own = bridge.core.get_output_embeddings()
+    # Without one there is a classifier's head, which is a hook point.
+    return modules if own is None else [own, *modules]
+
+
+def _functions_at(hooks: Sequence[HookPoint]) -> list[tuple[str, object]]:
+    """Return the user's functions that change the activations of hook points, with their names."""
+    return [
+        (hook.name, listener.fn)
+        for hook in hooks
+        if hook.listeners
+        for listener in hook.visible_listeners()
+        if listener.kind == "fwd"
+    ]
+
+
+def as_read(
+    bridge: RunnableBridge, decode: Decode, hooked: bool, maps: nn.Module | None = None
+) -> Decode:
+    """Return a decoder that raises an error if hooks or weights after the blocks have changed.
 
     Args:
         bridge: the bridge.
-        decode: from a stream and its layer to logits.
-        hooked: it runs the model behind the blocks, and so sees the hooks there. (Others have done their work.)
+        decode: maps a stream and its layer to logits.
+        hooked: whether decoding runs modules after the blocks, so that hooks there matter. (Hooks
+            elsewhere have already acted on the streams.)
+        maps: a trained lens, which is applied first.
     """
     behind = [hook for hook in bridge.hook_dict.values() if hook.point.depth >= bridge.cfg.n_layers]
-    paths = dict.fromkeys(hook.point.site.path for hook in behind)
-    own = bridge.core.get_output_embeddings()  # none: a classifier's head, which is a hook point
-    modules = [*[own][: own is not None], *[module_at(bridge.original_model, path) for path in paths if path]]
+    modules = _modules_behind(bridge, behind)
+    if maps is not None:
+        modules.append(maps)
 
     def hooks() -> list[tuple[str, object]]:
-        active = [(hook.name, listener) for hook in behind if hook.listeners for listener in hook.visible_listeners()]
-        return [(name, listener.fn) for name, listener in active if hooked and listener.kind == "fwd"]
+        return _functions_at(behind) if hooked else []
 
-    hooks_then, weights_then = hooks(), [written_to(module) for module in modules]
+    hooks_then = hooks()
+
+    def weights() -> tuple[object, ...]:
+        return (*[state_of(module) for module in modules], *_numbers_of(bridge))
+
+    weights_then = weights()
 
     def decoded(stream: Tensor, layer: int) -> Tensor:
         if hooks() != hooks_then:
             names = ", ".join(dict.fromkeys(name for name, _ in (*hooks_then, *hooks())))
             raise ValueError(
-                f"the hooks at {names} are not those that this reading was made under: ask it inside of the same "
-                "`with` statement, or read again"
+                f"the hooks at {names} have changed since this reading was made: ask it"
+                " inside of the same `with` statement, or read again"
             )
-        if [written_to(module) for module in modules] != weights_then:
+        if weights() != weights_then:
             raise ValueError(
-                "the weights behind the blocks were changed since this reading was made (processed, trained, written "
-                "to, or adapters switched): read again"
+                "the weights behind the blocks were changed since this reading was made (processed,"
+                " trained, written to, or adapters switched), or the lens or a number of the"
+                " configuration: read again"
             )
         here = CURRENT.get()
-        with setting(CURRENT, RunContext(here.shared, generation=here.generation, inherited=here.shared)):
+        context = RunContext(here.shared, generation=here.generation, inherited=here.shared)
+        with setting(CURRENT, context):
             return decode(stream, layer)
 
     return decoded
@@ -475,36 +697,40 @@ def lens(
     max_bytes: int | None = None,
     **model_kwargs: Any,
 ) -> Reading:
-    """Reads the residual stream before each layer, and at the end, as next tokens.
+    """Decode the residual stream before each layer, and at the end, to next-token logits.
 
-    The kinds are ``"normed"``, through the model's own final norm and unembedding (nostalgebraist 2020, "interpreting
-    GPT: the logit lens"); ``"raw"``, through the unembedding alone; or a `TunedLens`, whose map comes before the final
-    norm. A soft cap on the logits is part of all but ``"raw"``.
+    The kinds are ``"normed"``, through the model's own final norm and unembedding (nostalgebraist
+    2020, "interpreting GPT: the logit lens"); ``"raw"``, through the unembedding only; or a
+    `TunedLens`, whose map comes before the final norm. A soft cap on the logits is applied except
+    for ``"raw"``.
 
     Args:
         bridge: the bridge.
-        input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``. Shorter texts are padded in
-            front, so that position -1 is the last of each.
+        input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``. Shorter
+            texts are left-padded, so that position -1 is the last of each.
         kind: see above.
-        pos_slice: which positions to read, such as -1; None: all. Only those are kept.
-        layers: streams before which layers, from 0; ``n_layers`` is the end; None: all.
-        prepend_bos: begin texts with BOS; None: as the bridge does.
+        pos_slice: the positions to read, such as -1; None: all. Other positions are not kept.
+        layers: the layers whose input streams are read, from 0; ``n_layers`` is the end; None: all.
+        prepend_bos: begin texts with BOS; None: the bridge's default.
         attention_mask: for tokens: 1 for tokens and 0 for padding.
-        max_bytes: about how much memory the reading's logits may take at once (see `Reading`).
-        model_kwargs: what else the model takes with the input, such as ``pixel_values=``.
+        max_bytes: roughly how much memory the reading's logits may take at once (see `Reading`).
+        model_kwargs: further arguments of the model, such as ``pixel_values=``.
 
     Returns:
-        A reading, which computes logits when asked, under the hooks and with the weights of now: where those behind
-        the blocks have changed by then, it refuses.
+        A reading, which computes logits on request. If hooks or weights after the blocks have
+        changed by then, it raises an error.
 
     Raises:
-        ValueError: an unknown kind or layer; a lens for another model; a model with several residual streams.
+        ValueError: an unknown kind or layer; a lens for another model; a model with several
+            residual streams.
 
     Example:
         >>> from bridge import TransformerBridge
         >>> from bridge.lens import lens
         >>> bridge = TransformerBridge.boot_embedded()
-        >>> reading = lens(bridge, ["The capital of France is", "The capital of Italy is"], pos_slice=-1)
+        >>> reading = lens(
+        ...     bridge, ["The capital of France is", "The capital of Italy is"], pos_slice=-1
+        ... )
         >>> top = reading.top(5)
         >>> top.tokens.shape  # layer batch pos k
         torch.Size([5, 2, 1, 5])
@@ -515,45 +741,91 @@ def lens(
     if max_bytes is not None:
         check_positive("max_bytes", max_bytes)
     n = bridge.cfg.n_layers
-    chosen = tuple(range(n + 1)) if layers is None else tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
-    if not chosen or any(not 0 <= layer <= n for layer in chosen) or len(set(chosen)) < len(chosen):
-        raise ValueError(f"layers are {list(layers or ())}; they must be different ones from 0 to {n}, the end")
-    names = {name: value for name, value in model_kwargs.items() if name == "adapter_names"}
-    decode = as_read(bridge, _decoder(bridge, kind, names), hooked=kind != "raw")
+    chosen = _chosen_layers(layers, n)
+    adapters = {name: value for name, value in model_kwargs.items() if name == "adapter_names"}
+    maps = kind if isinstance(kind, TunedLens) else None
+    decode = as_read(bridge, _decoder(bridge, kind, adapters), kind != "raw", maps)
     texts = texts_in(input)
     if texts is not None:
         if attention_mask is not None:
-            raise ValueError("attention_mask is for tokens; for texts it is worked out")
+            raise ValueError("attention_mask is for tokens; for texts it is computed")
         batch = bridge.batch_of(texts, prepend_bos, "left")
         input, attention_mask = batch.tokens, batch.mask
-    input, attention_mask, given = unpacked(input, attention_mask, model_kwargs)
-    if takes(bridge.core).main is None and not (isinstance(input, Tensor) and input.is_floating_point()):
-        prompts_with(bridge, input, given)  # says what is missing
+    input, attention_mask, arguments = unpacked(input, attention_mask, model_kwargs)
+    if takes(bridge.core).main is None:
+        _check_inputs(bridge, input, arguments)
     last = last_stream(bridge.hook_dict, n)
-    at = {layer: f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen}
+    names = [f"blocks.{layer}.hook_resid_pre" if layer < n else last for layer in chosen]
     _, cache = bridge.run_with_cache(
         input,
-        names_filter=list(at.values()),
+        names_filter=names,
         pos_slice=pos_slice,
         attention_mask=attention_mask,
         return_type=None,
-        **given,
+        **arguments,
     )
     mask = attention_mask
+    positions = [pos_slice] if isinstance(pos_slice, int) else pos_slice
     if mask is not None:
-        mask = pick(mask, [pos_slice] if isinstance(pos_slice, int) else pos_slice, 1)
-    held = dict(cache)
+        mask = pick(mask, positions, 1)
+    tokens = _tokens_of(bridge, input)
+    if tokens is not None:
+        tokens = pick(tokens, positions, 1)
+    activations = dict(cache)
     del cache
-    first = held[at[chosen[0]]]
-    dtype = functools.reduce(torch.promote_types, [held[at[layer]].dtype for layer in chosen])
-    streams = first.new_empty((len(chosen), *first.shape), dtype=dtype)
-    for place, layer in enumerate(chosen):
-        streams[place] = held.pop(at[layer])  # each goes as it is copied: two of all would be the most there is
-    return Reading(streams, chosen, decode, mask, n, bridge.cfg.d_vocab_out, max_bytes)
+    streams = _stacked(activations, names)
+    sizes = (n, bridge.cfg.d_vocab_out, max_bytes)
+    return Reading(streams, chosen, decode, mask, *sizes, tokens, bridge)
+
+
+def _tokens_of(bridge: RunnableBridge, input: Input) -> Int[Tensor, "batch pos"] | None:
+    """Return the tokens of an input that is no text any more; None for embeddings and images."""
+    if takes(bridge.core).main is not None or input is None:
+        return None
+    tokens = torch.as_tensor(input)
+    if tokens.is_floating_point():
+        return None
+    return tokens if tokens.ndim > 1 else tokens[None]
+
+
+def _check_inputs(bridge: RunnableBridge, input: Input, arguments: dict[str, Any]) -> None:
+    """Check the inputs of a model that does not take tokens."""
+    if not (isinstance(input, Tensor) and input.is_floating_point()):
+        prompts_with(bridge, input, arguments)  # raises an error that names what is missing
+
+
+def _chosen_layers(layers: Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """Return the layers to read, from 0 to `n`, the end.
+
+    Raises:
+        ValueError: there is no such layer, or one is listed twice.
+    """
+    if layers is None:
+        return tuple(range(n + 1))
+    chosen = tuple(layer + n + 1 if layer < 0 else layer for layer in layers)
+    out_of_range = any(not 0 <= layer <= n for layer in chosen)
+    if not chosen or out_of_range or len(set(chosen)) < len(chosen):
+        raise ValueError(
+            f"layers are {list(layers)}; they must be different ones from 0 to {n}, the end"
+        )
+    return chosen
+
+
+def _stacked(activations: dict[str, Tensor], names: Sequence[str]) -> Tensor:
+    """Stack activations into one tensor, removing each from the dictionary once it is copied, so
+    that they are not all in memory twice.
+    """
+    first = activations[names[0]]
+    dtype = functools.reduce(torch.promote_types, [activations[name].dtype for name in names])
+    stack = first.new_empty((len(names), *first.shape), dtype=dtype)
+    del first
+    for place, name in enumerate(names):
+        stack[place] = activations.pop(name)
+    return stack
 
 
 def _raw(bridge: RunnableBridge) -> Decode:
-    """Reads through the unembedding alone, with the factors and the bias of `W_U` and `b_U`, without a soft cap.
+    """Return a decoder that applies only the unembedding (`W_U` and `b_U`), without a soft cap.
 
     Raises:
         ValueError: the unembedding does not read vectors of the stream's width.
@@ -563,23 +835,27 @@ def _raw(bridge: RunnableBridge) -> Decode:
     width = getattr(unembed, "in_features", bridge.cfg.d_model)
     if width != bridge.cfg.d_model:
         raise ValueError(
-            f"the unembedding of {bridge.cfg.model_name} reads vectors of width {width}, not of the stream's "
-            f"{bridge.cfg.d_model}: kind='raw' is not for it"
+            f"the unembedding of {bridge.cfg.model_name} reads vectors of width {width}, not of the"
+            f" stream's {bridge.cfg.d_model}: use another kind than 'raw'"
         )
-    return lambda stream, layer: readout.logits(unembed.forward(stream * readout.factor_in), bridge.core)
+    return lambda stream, layer: readout.logits(
+        unembed.forward(stream * readout.factor_in), bridge.core
+    )
 
 
 def _classified(bridge: RunnableBridge) -> Decode:
-    """Reads each position of an image through the final norm and the classifier's head.
+    """Read each position of an image through the final norm and the classifier's head.
 
-    The head reads one position, or a mean of several: at the end, its logits are the mean of these readings.
+    The head reads one position, or a mean of several; in that case its logits at the end are the
+    mean of these readings.
 
     Raises:
         ValueError: the norm reads that mean.
     """
     if why := bridge.architecture.why_no_logit_sum():
         raise ValueError(f"{bridge.cfg.model_name}: {why}")
-    final, read = bridge.architecture.stack.final_norm, _raw(bridge)
+    read = _raw(bridge)
+    final = bridge.architecture.stack.final_norm
     if final is None:
         return read
     norm = bridge.original_model.get_submodule(path_from(bridge.original_model, final.path))
@@ -587,25 +863,29 @@ def _classified(bridge: RunnableBridge) -> Decode:
 
 
 def _decoder(bridge: RunnableBridge, kind: str | TunedLens, names: Mapping[str, Any]) -> Decode:
-    """From a stream and its layer to logits.
+    """Return the function from a stream and its layer to logits.
 
     Args:
         bridge, kind: as for `lens`.
-        names: of the adapters of each row, where they have their own.
+        names: the names of each row's adapters, if rows have different ones.
 
     Raises:
         ValueError: there is no such kind, or the model has no unembedding to read with.
     """
     n = bridge.cfg.n_layers
     if "unembed.hook_out" not in bridge.hook_dict:
-        raise ValueError(f"{bridge.cfg.model_name} has no unembedding: its stream cannot be read as tokens")
+        raise ValueError(
+            f"{bridge.cfg.model_name} has no unembedding: its stream cannot be read as tokens"
+        )
     if isinstance(kind, TunedLens):
         kind.check(bridge, unembedding=False)
         return lambda stream, layer: bridge(kind(stream, layer), start_at_layer=n, **names)
     if kind == "raw":
         return _raw(bridge)
     if kind != "normed":
-        raise ValueError(f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens")
+        raise ValueError(
+            f"kind is {kind!r}; it must be {', '.join(map(repr, KINDS))} or a TunedLens"
+        )
     if bridge.architecture.pooled is not None:
         return _classified(bridge)
     return lambda stream, layer: bridge(stream, start_at_layer=n, **names)

@@ -1,6 +1,6 @@
-"""Another distribution, AdapterHub's `adapters`, installs a package of the same name as one of ours.
+"""Detection of AdapterHub's distribution, whose package `adapters` has the same name as ours.
 
-What is looked at here is files and their metadata: nothing of either package is imported.
+Only files and their metadata are read: neither package is imported.
 """
 
 from __future__ import annotations
@@ -10,50 +10,53 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-#: What our package's first file begins with.
-OURS = '"""Which module of a Hugging Face model plays which part'
-_BOTH = "AdapterHub's distribution `adapters` installs a package of the same name, and one environment cannot hold both"
+#: The beginning of our package's first file.
+OURS = '"""Declarations of the modules of a Hugging Face model'
+_BOTH = (
+    "AdapterHub's distribution `adapters` installs a package of the same name, and one environment"
+    " cannot hold both"
+)
 _REPAIR = (
-    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install --force-reinstall --no-deps . ; "
-    "or keep them in separate environments"
+    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install"
+    " --force-reinstall --no-deps . ; or keep them in separate environments"
 )
 
 
 def check_adapters() -> None:
-    """Refuses to go on without our own package `adapters`, and warns where it lies over another's files.
+    """Check that our own package `adapters` is importable, and warn if it overwrote another
+    distribution's files.
 
     Raises:
-        ImportError: Python finds another package, or parts of ours.
+        ImportError: Python finds another package, or only parts of ours.
     """
     spec = importlib.util.find_spec("adapters")
     if spec is None:
         raise ImportError(f"transformer-bridge lacks its package `adapters`. {_BOTH}: {_REPAIR}")
     if spec.origin is None:
-        found = ", ".join(dict.fromkeys(spec.submodule_search_locations or ()))
+        folders = ", ".join(dict.fromkeys(spec.submodule_search_locations or ()))
         raise ImportError(
-            f"transformer-bridge's package `adapters` in {found} has lost files, as when another distribution that "
-            f"wrote over them is uninstalled. {_BOTH}: {_REPAIR}"
+            f"transformer-bridge's package `adapters` in {folders} has lost files, as when another"
+            f" distribution that wrote over them is uninstalled. {_BOTH}: {_REPAIR}"
         )
     first = Path(spec.origin)
-    whole = first.read_text(encoding="utf-8").startswith(OURS)
+    ours = first.read_text(encoding="utf-8").startswith(OURS)
     other = _installed()
-    if whole and (other is None or not _is(other, first)):
-        return
     version = "" if other is None else f" {other.version}"
-    if whole:
+    if not ours:
+        cause = "hides transformer-bridge's own"
+        if (first.parent / "points.py").exists():
+            cause = "was installed over transformer-bridge's own package"
+        raise ImportError(f"adapters{version} {cause}: Python finds {first}. {_BOTH}: {_REPAIR}")
+    if other is not None and _is(other, first):
         warnings.warn(
-            f"transformer-bridge was installed over adapters{version} in {first.parent}: that one is broken now, and "
-            f"uninstalling it would break this one. {_BOTH}: {_REPAIR}",
+            f"transformer-bridge was installed over adapters{version} in {first.parent}: that one"
+            f" is broken now, and uninstalling it would break this one. {_BOTH}: {_REPAIR}",
             stacklevel=3,
         )
-        return
-    mixed = (first.parent / "points.py").exists()
-    happened = "was installed over transformer-bridge's own package" if mixed else "hides transformer-bridge's own"
-    raise ImportError(f"adapters{version} {happened}: Python finds {first}. {_BOTH}: {_REPAIR}")
 
 
 def _installed() -> metadata.Distribution | None:
-    """The other distribution, where it is installed."""
+    """Return the other distribution; None if it is not installed."""
     try:
         return metadata.distribution("adapters")
     except metadata.PackageNotFoundError:
@@ -61,5 +64,5 @@ def _installed() -> metadata.Distribution | None:
 
 
 def _is(other: metadata.Distribution, first: Path) -> bool:
-    """Whether a distribution says that a file is its own."""
+    """Tell whether a distribution lists a file as its own."""
     return Path(str(other.locate_file("adapters/__init__.py"))).resolve() == first.resolve()

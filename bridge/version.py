@@ -1,4 +1,4 @@
-"""The version of this library, and the oldest versions of others that it works with. Nothing of them is imported."""
+"""The version of this library, and the oldest supported versions of others (not imported here)."""
 
 from __future__ import annotations
 
@@ -10,38 +10,45 @@ from importlib import metadata, util
 from pathlib import Path
 
 __version__ = "0.1.0"
-#: As docs/versions.md shows them: those that `adapters.imports` and pyproject.toml name.
+#: The oldest versions that `adapters.imports` and pyproject.toml name, as docs/versions.md shows
+#: them.
 OLDEST = {"torch": "2.8", "transformers": "5.9"}
 
 
 def check_versions() -> None:
-    """Refuses what nothing here works with, before anything is imported.
+    """Check the versions of torch and transformers before anything is imported.
 
     Raises:
-        ImportError: torch or transformers is older than the oldest that works.
+        ImportError: torch or transformers is older than the oldest supported version.
     """
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for name in OLDEST:
-        with suppress(metadata.PackageNotFoundError):  # built from source: `adapters.imports` looks at it
-            found[name] = metadata.version(name)
-    if any(_numbers(version) < _numbers(OLDEST[name]) for name, version in found.items()):
-        works, there = (" and ".join(f"{name} {version}" for name, version in each.items()) for each in (OLDEST, found))
-        asked = " ".join(f"'{name}>={version}'" for name, version in OLDEST.items())
+        # Without metadata it was built from source: `adapters.imports` checks it.
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    if any(_numbers(version) < _numbers(OLDEST[name]) for name, version in installed.items()):
+        needed = [f"{name} {version}" for name, version in OLDEST.items()]
+        present = [f"{name} {version}" for name, version in installed.items()]
+        packages = [f"'{name}>={version}'" for name, version in OLDEST.items()]
         raise ImportError(
-            f"transformer-bridge works with {works} or later, and {there} are installed: pip install {asked}"
+            f"transformer-bridge works with {' and '.join(needed)} or later, and"
+            f" {' and '.join(present)} are installed: pip install {' '.join(packages)}"
         )
 
 
 @cache
 def built() -> str:
-    """The version, and a digest of the code that infers, proves and runs: another commit has another."""
-    found = hashlib.sha256()
+    """Return the version and a digest of the code that infers, proves and runs, which differs
+    between commits.
+    """
+    digest = hashlib.sha256()
     for name in ("adapters", "bridge"):
         spec = util.find_spec(name)
         folder = Path(str(spec and spec.origin)).parent
         for file in sorted(folder.rglob("*.py")):
-            found.update(f"{name}/{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes() + b"\0")
-    return f"{__version__}+{found.hexdigest()[:16]}"
+            path = f"{name}/{file.relative_to(folder).as_posix()}"
+            digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
+    return f"{__version__}+{digest.hexdigest()[:16]}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -14,7 +14,19 @@ project = "transformer-bridge"
 copyright = "the transformer-bridge authors"  # Sphinx's name for it
 version = release = __version__
 
-extensions = ["myst_parser", "api_pages", "notebook_pages", "pictures_in_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx_copybutton",
+    "api_pages",
+    "lookup_data",
+    "names_in_search",
+    "notebook_pages",
+    "pictures_in_pages",
+    "repository_pages",
+]
+# What a reader copies from an example of a docstring is its code, without prompts and results.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 exclude_patterns = ["_site", "_static"]
 source_suffix = {".md": "markdown"}
 

@@ -1,4 +1,5 @@
-"""A linear probe with scikit-learn: from which layer on does a token's residual stream say which word came before it?
+"""A linear probe with scikit-learn: from which layer on does a token's residual stream say which
+word came before it?
 
 pip install scikit-learn "transformer-bridge[harvest]"
 python examples/linear_probe.py
@@ -29,7 +30,9 @@ def main(documents: int) -> dict[str, float]:
     """
     texts = [prompt.text for kind in ("fact", "ioi") for prompt in prompts(kind, documents)]
     with tempfile.TemporaryDirectory() as folder:
-        print(harvest("embedded", texts, hook_points=POINTS, out=folder, context_size=32, pack=False))
+        print(
+            harvest("embedded", texts, hook_points=POINTS, out=folder, context_size=32, pack=False)
+        )
         rows = Activations(folder)[:]
     token, position, document = (rows[name].numpy() for name in ("token", "position", "document"))
     # Rows of one document stand one behind the other: the row before is the word before.

@@ -3,8 +3,8 @@
     pip install sae-lens "transformer-bridge[harvest]"
     python examples/sparse_autoencoder.py
 
-Prints the share of variance that the autoencoder explains on documents that it was not trained on, and the words at
-which a few of its features are strongest.
+Prints the share of variance that the autoencoder explains on documents that it was not trained on,
+and the words at which a few of its features are strongest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ POINT = "blocks.2.hook_resid_post"
 
 def texts(count: int, seed: int) -> list[str]:
     """Sentences that the model knows."""
-    made = [prompt.text + prompt.answer + "." for kind in ("fact", "ioi") for prompt in prompts(kind, count)]
+    made = [
+        prompt.text + prompt.answer + "."
+        for kind in ("fact", "ioi")
+        for prompt in prompts(kind, count)
+    ]
     random.Random(seed).shuffle(made)
     return made
 
@@ -38,7 +42,9 @@ def texts(count: int, seed: int) -> list[str]:
 def training(acts: Activations, mean: Tensor, batch_size: int) -> Iterator[Tensor]:
     """Centred activations without end, in another order in each epoch."""
     for epoch in itertools.count():
-        for batch in acts.batches(batch_size, shuffle=True, epoch=epoch, columns=[POINT], drop_last=True):
+        for batch in acts.batches(
+            batch_size, shuffle=True, epoch=epoch, columns=[POINT], drop_last=True
+        ):
             yield batch[POINT].float() - mean
 
 
@@ -61,9 +67,12 @@ def main(documents: int, steps: int) -> float:
         sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=128, d_sae=512, k=8))
         size = 512
         config = SAETrainerConfig(
-            total_training_samples=size * steps, train_batch_size_samples=size, lr=1e-3, lr_end=1e-3,
+            total_training_samples=size * steps,
+            train_batch_size_samples=size,
+            lr=1e-3,
+            lr_end=1e-3,
             logger=LoggingConfig(log_to_wandb=False),
-        )  # fmt: skip
+        )
         SAETrainer(config, sae, training(acts, mean, size)).fit()
     x = test[POINT].float() - mean
     with torch.no_grad():
@@ -73,7 +82,10 @@ def main(documents: int, steps: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     for feature in features.sum(0).topk(5).indices.tolist():
         best = features[:, feature].topk(8).indices
-        print(f"feature {feature}: {[tokenizer.decode([token]) for token in test['token'][best].tolist()]}")
+        print(
+            f"feature {feature}:"
+            f" {[tokenizer.decode([token]) for token in test['token'][best].tolist()]}"
+        )
     return float(1 - left)
 
 

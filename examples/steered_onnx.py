@@ -1,8 +1,9 @@
-"""A steered model served by ONNX Runtime: a vector found with the library, its strength an input of the served model.
+"""A steered model served by ONNX Runtime: a vector found with the library, its strength an input of
+the served model.
 
-pip install "transformer-bridge[onnx]"
-python examples/steered_onnx.py --figures                      # what steering does, and what serving costs
-python examples/steered_onnx.py --strength 3 "Then Adam and Victor met at the market. Later, Victor sold a pen to"
+pip install "transformer-bridge[onnx]" python examples/steered_onnx.py --figures
+# what steering does, and what serving costs python examples/steered_onnx.py --strength 3 "Then Adam
+and Victor met at the market. Later, Victor sold a pen to"
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class Served:
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         said = json.loads(self.session.get_modelmeta().custom_metadata_map["transformer_bridge"])
-        self.about = f"{said['model']} by transformer-bridge {said['version']}, changed at {said['interventions']}"
+        self.about = (
+            f"{said['model']} by transformer-bridge {said['version']}, changed at"
+            f" {said['interventions']}"
+        )
 
     def run(self, ids: list[int], strength: float) -> np.ndarray:
         """The logits of the next token."""
@@ -112,14 +116,18 @@ class Served:
 
 
 def figures(folder: Path, vector: Tensor) -> dict[str, float]:
-    """What steering does to prompts that the vector was not made from, and what a run costs beside torch's."""
+    """What steering does to prompts that the vector was not made from, and what a run costs beside
+    torch's.
+    """
     served, found = Served(folder), {}
     bridge = TransformerBridge.boot_embedded().eval()
     held_out = [prompt for prompt in prompts("ioi", 600)[400:] if prompt.answer != NAME]
     name = bridge.to_single_token(NAME)
     for strength in (0, 1, 2, 3):
         chosen = [served.run(served.ids(prompt.text), strength).argmax() for prompt in held_out]
-        found[f"share of{NAME} at strength {strength}"] = float(np.mean([token == name for token in chosen]))
+        found[f"share of{NAME} at strength {strength}"] = float(
+            np.mean([token == name for token in chosen])
+        )
     worst, times = 0.0, []
     with torch.no_grad():
         for prompt in held_out[:40]:
@@ -135,7 +143,9 @@ def figures(folder: Path, vector: Tensor) -> dict[str, float]:
             times.append((time.perf_counter() - middle) / (middle - start))
     found["largest difference to hooks in torch"] = worst
     found["time of a run, of the plain model's in torch"] = statistics.median(times)
-    found["size on disk, MB"] = sum(file.stat().st_size for file in folder.glob("model.onnx*")) / 1e6
+    found["size on disk, MB"] = (
+        sum(file.stat().st_size for file in folder.glob("model.onnx*")) / 1e6
+    )
     return found
 
 

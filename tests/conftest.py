@@ -1,4 +1,6 @@
-"""What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape in every test."""
+"""What all tests share. Importing our packages under jaxtyping's hook checks every annotated shape
+in every test.
+"""
 
 import gc
 import os
@@ -34,13 +36,16 @@ from bridge import TransformerBridge
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-# transformers asks for a collection after each batch that it generates: half a second each, with all that tests hold.
+# transformers asks for a collection after each batch that it generates: half a second each, with
+# all that tests hold.
 continuous_api.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Minutes of compiling begin at once: workers start at even distances, and so stand these."""
-    compiling = [item for item in items if item.nodeid.startswith("tests/programs/test_compiled.py")]
+    compiling = [
+        item for item in items if item.nodeid.startswith("tests/programs/test_compiled.py")
+    ]
     others = [item for item in items if item not in compiling]
     for place, item in enumerate(compiling):
         others.insert(place * len(items) // len(compiling), item)
@@ -48,30 +53,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: collections of garbage, which memory tests ask for, need not go through it."""
+    """What is imported by now stays: collections of garbage, which memory tests ask for, need not
+    go through it.
+    """
     gc.collect()
     gc.freeze()
 
 
-def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def tiny(
+    name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """A tiny model with random weights, norms and biases included, in evaluation mode."""
     cls, config = {
-        "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=61, n_positions=40)),
+        "gpt2": (
+            GPT2LMHeadModel,
+            GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=61, n_positions=40),
+        ),
         "llama": (
             LlamaForCausalLM,
             LlamaConfig(
-                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-                intermediate_size=48, vocab_size=61, max_position_embeddings=40,
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=48,
+                vocab_size=61,
+                max_position_embeddings=40,
             ),
         ),
         "gpt_neox": (
             GPTNeoXForCausalLM,
             GPTNeoXConfig(
-                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=61,
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                intermediate_size=48,
+                vocab_size=61,
                 max_position_embeddings=40,
             ),
         ),
-    }[name]  # fmt: skip
+    }[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = cls._from_config(config, attn_implementation=implementation, dtype=dtype)
@@ -83,7 +104,9 @@ def tiny(name: str, implementation: str = "sdpa", dtype: torch.dtype = torch.flo
 
 @pytest.fixture(autouse=True)
 def _types_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to time."""
+    """A test marked `unchecked` runs without these checks: to see our errors for wrong types, or to
+    time.
+    """
     Checks.on = request.node.get_closest_marker("unchecked") is None
     Checks.test += 1
     yield
@@ -126,23 +149,31 @@ def load(monkeypatch: pytest.MonkeyPatch):
 def torch_hooks(model: torch.nn.Module) -> int:
     """How many torch hooks and replaced forwards a model has."""
     return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + ("forward" in m.__dict__)
+        len(m._forward_hooks)
+        + len(m._forward_pre_hooks)
+        + len(m._backward_hooks)
+        + ("forward" in m.__dict__)
         for m in model.modules()
     )
 
 
 def seeds(count: int) -> range:
-    """The seeds of a slow test: so many, or those that the environment names (`SEEDS=2000:4000`)."""
+    """The seeds of a slow test: so many, or those that the environment names
+    (`SEEDS=2000:4000`).
+    """
     first, last = os.environ.get("SEEDS", f"0:{count}").split(":")
     return range(int(first), int(last))
 
 
 @contextmanager
-def beside(*runs: Callable[[], torch.Tensor], every: float = 0.005, traced: bool = False) -> Iterator[None]:
-    """Another thread makes runs meanwhile, again and again: each result is, bit by bit, what it was before.
+def beside(
+    *runs: Callable[[], torch.Tensor], every: float = 0.005, traced: bool = False
+) -> Iterator[None]:
+    """Another thread makes runs meanwhile, again and again: each result is, bit by bit, what it was
+    before.
 
-    Where torch traces meanwhile (`traced`), its tracer stands in the place of all modules' calls, in every thread, and
-    may break a run off: an error of its own, and no result.
+    Where torch traces meanwhile (`traced`), its tracer stands in the place of all modules' calls,
+    in every thread, and may break a run off: an error of its own, and no result.
     """
     with torch.no_grad():
         right = [run() for run in runs]
@@ -153,7 +184,9 @@ def beside(*runs: Callable[[], torch.Tensor], every: float = 0.005, traced: bool
         while not ends.wait(every):
             try:
                 with torch.no_grad():
-                    wrong.extend(i for i, run in enumerate(runs) if not torch.equal(run(), right[i]))
+                    wrong.extend(
+                        i for i, run in enumerate(runs) if not torch.equal(run(), right[i])
+                    )
             except Exception as error:  # noqa: BLE001 - whatever it is, no other thread may cause it
                 if not traced or str(error) != "module is not installed as a submodule":
                     wrong.append(error)

@@ -1,4 +1,6 @@
-"""HookedTransformer's own numbers (data/reference/README.md), and how a bridge is compared with them."""
+"""HookedTransformer's own numbers (data/reference/README.md), and how a bridge is compared with
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ def reference(family: str) -> dict[str, Tensor]:
 
 
 def entries(family: str, kind: str, mode: str) -> dict[str, Tensor]:
-    """The reference's tensors of a kind in a mode (``raw`` or ``processed``) and its ``_fine`` one, by name."""
+    """The reference's tensors of a kind in a mode (``raw`` or ``processed``) and its ``_fine`` one,
+    by name.
+    """
     starts = (f"{mode}/{kind}/", f"{mode}_fine/{kind}/")
-    found = {key.split("/", 2)[2]: value for key, value in reference(family).items() if key.startswith(starts)}
+    found = {
+        key.split("/", 2)[2]: value
+        for key, value in reference(family).items()
+        if key.startswith(starts)
+    }
     assert found, f"the reference of {family} has no {kind} in mode {mode}"
     return found
 
@@ -53,7 +61,9 @@ def wrong_effects(bridge: TransformerBridge, family: str, mode: str) -> list[str
     tokens, wrong = reference(family)["tokens"], []
     with torch.no_grad():
         for name, right in entries(family, "halved", mode).items():
-            logits = bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)])[:, -right.shape[1] :]
+            logits = bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)])[
+                :, -right.shape[1] :
+            ]
             if not torch.allclose(logits.log_softmax(-1), right.log_softmax(-1), atol=2e-3):
                 wrong.append(name)
     return wrong
@@ -64,15 +74,20 @@ def wrong_gradients(bridge: TransformerBridge, family: str, mode: str) -> list[s
     tokens, wrong = reference(family)["tokens"], []
     found: list[Tensor] = []
     for name, right in entries(family, "grad", mode).items():
-        logits = bridge.run_with_hooks(tokens, bwd_hooks=[(name, lambda grad, hook: found.append(grad.clone()))])
+        logits = bridge.run_with_hooks(
+            tokens, bwd_hooks=[(name, lambda grad, hook: found.append(grad.clone()))]
+        )
         (logits[:, -1, 5] - logits[:, -1, 9]).sum().backward()
-        # The norm before attention is computed for queries, keys and values; the gradient that stays is the last.
+        # The norm before attention is computed for queries, keys and values; the gradient that
+        # stays is the last.
         if not agree(found[-1], right):
             wrong.append(name)
     return wrong
 
 
 def reference_model(family: str) -> TransformerBridge:
-    """The model whose numbers they are. HookedTransformer caps Gemma 2's scores, which not every sdpa does."""
+    """The model whose numbers they are. HookedTransformer caps Gemma 2's scores, which not every
+    sdpa does.
+    """
     options = {"attn_implementation": "eager"} if family == "gemma2" else {}
     return TransformerBridge.boot_transformers(str(DATA / family), **options).eval()

@@ -1,9 +1,10 @@
 """How every annotation of our packages is checked in every test: by beartype, shapes by jaxtyping.
 
-jaxtyping's import hook writes ``@jaxtyping.jaxtyped(...)`` over every function and class of the packages. Its own
-decorator binds the arguments anew at each call, and writes two checkers for each function when a module is imported:
-that was half of the time of all tests. `lazily_checked` stands in for it. It writes one checker, when the function is
-first called, and opens a scope for the names of axes only where annotations have some.
+jaxtyping's import hook writes ``@jaxtyping.jaxtyped(...)`` over every function and class of the
+packages. Its own decorator binds the arguments anew at each call, and writes two checkers for each
+function when a module is imported: that was half of the time of all tests. `lazily_checked` stands
+in for it. It writes one checker, when the function is first called, and opens a scope for the names
+of axes only where annotations have some.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ from jaxtyping import install_import_hook
 from jaxtyping._import_hook import Typechecker
 
 _jaxtyped = jaxtyping.jaxtyped  # before anything stands in for it
-# What looks for the user's line in a stack passes over the checkers' frames: those of this file are theirs as well.
-sys.modules["jaxtyping.lazily"] = sys.modules[__name__]  # torch's compiler looks a function's module up
+# What looks for the user's line in a stack passes over the checkers' frames: those of this file are
+# theirs as well.
+sys.modules["jaxtyping.lazily"] = sys.modules[
+    __name__
+]  # torch's compiler looks a function's module up
 __name__ = "jaxtyping.lazily"
 
 
 class Checks:
-    """Whether annotations are checked just now: in each test, of the first calls of each function."""
+    """Whether annotations are checked just now: in each test, of the first calls of each
+    function.
+    """
 
     on = True
     test = 0
@@ -42,7 +48,9 @@ class Checks:
 @cache
 def _conf(protocols: frozenset[type]) -> BeartypeConf:
     overrides = FrozenDict(dict.fromkeys([*protocols, Self], object))
-    return BeartypeConf(is_pep484_tower=True, hint_overrides=overrides, violation_type=jaxtyping.TypeCheckError)
+    return BeartypeConf(
+        is_pep484_tower=True, hint_overrides=overrides, violation_type=jaxtyping.TypeCheckError
+    )
 
 
 def _inside(hint: object) -> Iterator[object]:
@@ -57,7 +65,9 @@ def _inside(hint: object) -> Iterator[object]:
 
 
 def _resolved(function: FunctionType) -> dict[str, Any]:
-    """The annotations of a function, evaluated. What is local to a function, or there for mypy alone, is left out."""
+    """The annotations of a function, evaluated. What is local to a function, or there for mypy
+    alone, is left out.
+    """
     hints = {}
     for name, hint in function.__annotations__.items():
         with suppress(NameError, TypeError):  # TypeError: a class that is generic only for mypy
@@ -66,7 +76,9 @@ def _resolved(function: FunctionType) -> dict[str, Any]:
 
 
 def _conf_for(function: FunctionType, hints: dict[str, Any]) -> BeartypeConf:
-    """How they are checked. Protocols and `Self` are mypy's: to ask whether an object has a property computes it."""
+    """How they are checked. Protocols and `Self` are mypy's: to ask whether an object has a
+    property computes it.
+    """
     known = chain(function.__globals__.values(), *map(_inside, hints.values()))
     return _conf(
         frozenset(
@@ -81,7 +93,9 @@ def _conf_for(function: FunctionType, hints: dict[str, Any]) -> BeartypeConf:
 
 def _has_shapes(hints: dict[str, Any]) -> bool:
     parts = chain.from_iterable(map(_inside, hints.values()))
-    return any(isinstance(part, type) and issubclass(part, jaxtyping.AbstractArray) for part in parts)
+    return any(
+        isinstance(part, type) and issubclass(part, jaxtyping.AbstractArray) for part in parts
+    )
 
 
 def _in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +112,11 @@ def _checker(function: FunctionType) -> Callable[..., Any]:
     """A function that checks what it is called with and what it returns."""
     hints = _resolved(function)
     copy = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, hints
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
@@ -116,14 +134,20 @@ def _once(code: CodeType) -> dict[str, Any]:
 
 
 def _checker_without_code(function: FunctionType) -> Callable[..., Any]:
-    """Likewise without writing one: for a function that another one makes anew at each call, and for a generator.
+    """Likewise without writing one: for a function that another one makes anew at each call, and
+    for a generator.
 
-    What a generator is given is checked when it is called. It runs later, in the scope of whoever goes through it.
+    What a generator is given is checked when it is called. It runs later, in the scope of whoever
+    goes through it.
     """
     code = function.__code__
     known = _once(code)
     if not known:
-        hints = {name: hint for name, hint in _resolved(function).items() if not isinstance(hint, OF_A_PARAMSPEC)}
+        hints = {
+            name: hint
+            for name, hint in _resolved(function).items()
+            if not isinstance(hint, OF_A_PARAMSPEC)
+        }
         known.update(hints=hints, conf=_conf_for(function, hints), shapes=_has_shapes(hints))
     hints, conf = known["hints"], known["conf"]
     named = code.co_argcount + code.co_kwonlyargcount
@@ -133,7 +157,9 @@ def _checker_without_code(function: FunctionType) -> Callable[..., Any]:
 
     def check(name: str, value: object) -> None:
         if name in hints:
-            die_if_unbearable(value, hints[name], conf=conf, exception_prefix=f"{function.__qualname__}, {name}: ")
+            die_if_unbearable(
+                value, hints[name], conf=conf, exception_prefix=f"{function.__qualname__}, {name}: "
+            )
 
     def checking(*args: Any, **kwargs: Any) -> Any:
         for name, value in zip(chain(names, repeat(more)), args, strict=False):
@@ -175,11 +201,17 @@ def lazily_checked(target: Any) -> Any:
     """A decorator of a function, or of a class that may be a dataclass."""
     if isinstance(target, type):
         made = vars(target).get("__init__")
-        if dataclasses.is_dataclass(target) and made is not None and not hasattr(made, "__wrapped__"):
+        if (
+            dataclasses.is_dataclass(target)
+            and made is not None
+            and not hasattr(made, "__wrapped__")
+        ):
             target.__init__ = _lazily(made)
         return target
     if isinstance(target, property):
-        return property(*(part and _lazily(part) for part in (target.fget, target.fset, target.fdel)))
+        return property(
+            *(part and _lazily(part) for part in (target.fget, target.fset, target.fdel))
+        )
     if isinstance(target, classmethod | staticmethod):
         return type(target)(_lazily(target.__func__))
     return _lazily(target)
@@ -191,6 +223,10 @@ def install(packages: list[str]) -> None:
     by_the_hook = Typechecker.lookup.values()
 
     def jaxtyped(*args: Any, **kwargs: Any) -> Any:
-        return lazily_checked if kwargs.get("typechecker") in by_the_hook else _jaxtyped(*args, **kwargs)
+        return (
+            lazily_checked
+            if kwargs.get("typechecker") in by_the_hook
+            else _jaxtyped(*args, **kwargs)
+        )
 
     jaxtyping.jaxtyped = jaxtyped

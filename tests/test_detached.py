@@ -1,4 +1,6 @@
-"""What stands on the core is no part of it: without those rooms, and without reading them, everything else works."""
+"""What stands on the core is no part of it: without those rooms, and without reading them,
+everything else works.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ model = TransformerBridge.boot_embedded()
 tokens = model.to_tokens("Mary and John")
 logits, cache = model.run_with_cache(tokens)
 cache.decompose_resid()
-halved = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", lambda act, hook: act * 0.5)])
+halving = [("blocks.1.attn.hook_pattern", lambda act, hook: act * 0.5)]
+halved = model.run_with_hooks(tokens, fwd_hooks=halving)
 assert not torch.equal(halved, logits)
 with model.trace(tokens) as run:
     run["blocks.1.hook_resid_post"] *= 0.5
@@ -44,4 +47,6 @@ assert not [name for name in sys.modules if name.startswith(ABOVE)]
 
 
 def test_the_core_works_without_what_stands_on_it():
-    subprocess.run([sys.executable, "-c", _CORE_ALONE], check=True, capture_output=True, text=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", _CORE_ALONE], check=True, capture_output=True, text=True, timeout=300
+    )

@@ -43,7 +43,9 @@ def test_pages(page, tmp_path, monkeypatch):
 
 
 def test_what_programs_read_is_true():
-    """Each import of llms.txt works, each call is a method's, and both files take one screen and are in the wheel."""
+    """Each import of llms.txt works, each call is a method's, and both files take one screen and
+    are in the wheel.
+    """
     text = (ROOT / "bridge" / "llms.txt").read_text(encoding="utf-8")
     imports = re.findall(r"`(from [^`]+)`", text)
     calls = re.findall(r"`bridge\.(\w+)\(", text)
@@ -51,7 +53,9 @@ def test_what_programs_read_is_true():
     for line in imports:
         exec(line, {})
     assert [name for name in calls if not hasattr(bridge.TransformerBridge, name)] == []
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["package-data"]
     for name in ("llms.txt", "AGENTS.md"):
         assert len((ROOT / "bridge" / name).read_text(encoding="utf-8").splitlines()) <= 50
         assert name in package["bridge"]

@@ -1,4 +1,6 @@
-"""Every public class is explained in one place, its docstring, in words that a new reader knows or can look up."""
+"""Every public class is explained in one place, its docstring, in words that a new reader knows or
+can look up.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,36 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adapters", "bridge", "weight_processing")
 #: HookedTransformer's own names, for programs that use these.
 THEIRS = "bridge.legacy"
-#: Words that mean something of their own here, which no reader of papers or of torch knows: the glossary says what.
+#: Words that mean something of their own here, which no reader of papers or of torch knows: the
+#: glossary says what.
 OURS = {
-    "basis", "canonical", "chain", "core", "declaration", "declared", "family", "filler", "harvest", "hook point",
-    "link", "listener", "lowered", "operation", "packed", "part", "point", "program", "recorder", "scoped", "site",
-    "source", "study", "tap", "view", "wiring",
-}  # fmt: skip
+    "basis",
+    "canonical",
+    "chain",
+    "core",
+    "declaration",
+    "declared",
+    "family",
+    "filler",
+    "harvest",
+    "hook point",
+    "link",
+    "listener",
+    "lowered",
+    "operation",
+    "packed",
+    "part",
+    "point",
+    "program",
+    "recorder",
+    "scoped",
+    "site",
+    "source",
+    "study",
+    "tap",
+    "view",
+    "wiring",
+}
 #: Says nothing of a class.
 EMPTY = {"a", "an", "in", "is", "it", "its", "of", "one", "that", "the", "was", "what"}
 
@@ -28,9 +54,17 @@ EMPTY = {"a", "an", "in", "is", "it", "its", "of", "one", "that", "the", "was", 
 def public_modules() -> Iterator[str]:
     """The modules that say what is public of them."""
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        targets = (node.targets for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
-        if any(isinstance(name, ast.Name) and name.id == "__all__" for each in targets for name in each):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        targets = (
+            node.targets
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Assign)
+        )
+        if any(
+            isinstance(name, ast.Name) and name.id == "__all__" for each in targets for name in each
+        ):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+                ".__init__"
+            )
             if not module.startswith(THEIRS):
                 yield module
 
@@ -50,7 +84,9 @@ CLASSES = public_classes()
 
 
 def first_line(cls: type) -> str:
-    """The first line of a class's own docstring; the one that a dataclass makes of its fields is none."""
+    """The first line of a class's own docstring; the one that a dataclass makes of its fields is
+    none.
+    """
     said = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n")[0]
     return "" if said.startswith(f"{cls.__name__}(") else said
 
@@ -72,9 +108,13 @@ def test_there_are_classes() -> None:
 
 
 def says_nothing(name: str, said: str) -> bool:
-    """Whether a line has fewer than three words beside the name of its class. A formula says what it is."""
+    """Whether a line has fewer than three words beside the name of its class. A formula says what
+    it is.
+    """
     own = set(words_of(" ".join(re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)))) | EMPTY
-    telling = {word for word in words_of(said) if word not in own and word.removesuffix("s") not in own}
+    telling = {
+        word for word in words_of(said) if word not in own and word.removesuffix("s") not in own
+    }
     return not said.startswith("``") and len(telling) < 3
 
 
@@ -83,9 +123,13 @@ def test_the_first_line_of_a_public_class_says_what_it_is(name: str) -> None:
     """Of our own words it uses only those that the glossary explains."""
     for cls in CLASSES[name]:
         said = first_line(cls)
-        assert not says_nothing(name, said), f"{cls.__module__}.{name} does not say what it is: {said!r}"
+        assert not says_nothing(name, said), (
+            f"{cls.__module__}.{name} does not say what it is: {said!r}"
+        )
         used = {word for word in OURS if re.search(rf"\b{word}s?\b", said.lower())}
-        assert used <= glossary(), f"the glossary of CONTRIBUTING.md does not explain {used - glossary()} ({name})"
+        assert used <= glossary(), (
+            f"the glossary of CONTRIBUTING.md does not explain {used - glossary()} ({name})"
+        )
 
 
 @pytest.mark.parametrize("said", ["", "A norm.", "What is in it.", "The report of one."])
@@ -94,5 +138,9 @@ def test_some_lines_say_nothing(said: str) -> None:
 
 
 def test_no_two_public_classes_share_a_name() -> None:
-    shared = {name: [cls.__module__ for cls in classes] for name, classes in CLASSES.items() if len(classes) > 1}
+    shared = {
+        name: [cls.__module__ for cls in classes]
+        for name, classes in CLASSES.items()
+        if len(classes) > 1
+    }
     assert not shared

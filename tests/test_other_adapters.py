@@ -1,4 +1,6 @@
-"""AdapterHub's `adapters`, installed before or after ours: what `import bridge` says, having imported nothing."""
+"""AdapterHub's `adapters`, installed before or after ours: what `import bridge` says, having
+imported nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ THEIRS = "__version__ = '1.3.0'\nraise RuntimeError('imported')\n"
 
 def ours(site: Path) -> None:
     """Installs what of ours is needed to begin an import."""
-    for path in ("bridge/__init__.py", "bridge/other_adapters.py", "bridge/version.py", "adapters/__init__.py"):
+    for path in (
+        "bridge/__init__.py",
+        "bridge/other_adapters.py",
+        "bridge/version.py",
+        "adapters/__init__.py",
+    ):
         (site / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, site / path)
     (site / "adapters" / "points.py").write_text("raise RuntimeError('imported')")
@@ -39,10 +46,13 @@ def uninstall_theirs(site: Path) -> None:
     shutil.rmtree(site / "adapters-1.3.0.dist-info")
 
 
-AFTER = "adapters 1.3.0 was installed over transformer-bridge's own package: Python finds {site}/adapters/__init__.py."
+AFTER = (
+    "adapters 1.3.0 was installed over transformer-bridge's own package: Python finds"
+    " {site}/adapters/__init__.py."
+)
 REPAIR = (
-    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install --force-reinstall --no-deps . ; "
-    "or keep them in"
+    "pip uninstall adapters, then, in the checkout of transformer-bridge, pip install"
+    " --force-reinstall --no-deps . ; or keep them in"
 )
 
 
@@ -54,7 +64,10 @@ REPAIR = (
         (
             [theirs, ours],
             0,
-            "transformer-bridge was installed over adapters 1.3.0 in {site}/adapters: that one is broken",
+            (
+                "transformer-bridge was installed over adapters 1.3.0 in {site}/adapters: that one"
+                " is broken"
+            ),
         ),
         (
             [ours, theirs, uninstall_theirs],
@@ -80,13 +93,21 @@ def test_another_folder_hides_ours(tmp_path):
         install(tmp_path / name)
     out = _import(tmp_path / "a", tmp_path / "b")
     assert out.returncode
-    assert f"adapters 1.3.0 hides transformer-bridge's own: Python finds {tmp_path}/a/adapters" in out.stderr
-    out = _import(tmp_path / "b", tmp_path / "a")  # a checkout before what is installed: neither is damaged
+    assert (
+        f"adapters 1.3.0 hides transformer-bridge's own: Python finds {tmp_path}/a/adapters"
+        in out.stderr
+    )
+    out = _import(
+        tmp_path / "b", tmp_path / "a"
+    )  # a checkout before what is installed: neither is damaged
     assert (out.returncode, out.stderr) == (0, "")
 
 
 def _import(*paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-S", "-c", "import bridge"], capture_output=True, text=True, cwd=paths[0],
+        [sys.executable, "-S", "-c", "import bridge"],
+        capture_output=True,
+        text=True,
+        cwd=paths[0],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )  # fmt: skip
+    )

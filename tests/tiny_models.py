@@ -1,7 +1,9 @@
-"""Tiny random instances of every text architecture of transformers, made from its configuration class alone.
+"""Tiny random instances of every text architecture of transformers, made from its configuration
+class alone.
 
-A default configuration hides what a class can do. Here factors are not one, sliding windows are shorter than a prompt
-of ten tokens, there is a layer of each kind, and noise is on every parameter, so that none is zero or one.
+A default configuration hides what a class can do. Here factors are not one, sliding windows are
+shorter than a prompt of ten tokens, there is a layer of each kind, and noise is on every parameter,
+so that none is zero or one.
 """
 
 from __future__ import annotations
@@ -40,74 +42,200 @@ MAPPINGS = {
 #: What a configuration class is given of these, as far as it has fields of the names.
 SIZES: dict[str, Any] = {
     # widths
-    "hidden_size": 32, "d_model": 32, "n_embd": 32, "n_embed": 32, "dim": 32, "emb_dim": 32, "embedding_size": 32,
-    "word_embed_proj_dim": 32, "lru_width": 32, "audio_hidden_size": 32, "base_channels": 32, "num_filters": 2,
-    "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "ffn_hidden_size": 48, "hidden_dim": 48, "mlp_dim": 48,
-    "d_inner": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "intermediate_size_mlp": 48,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "n_embed": 32,
+    "dim": 32,
+    "emb_dim": 32,
+    "embedding_size": 32,
+    "word_embed_proj_dim": 32,
+    "lru_width": 32,
+    "audio_hidden_size": 32,
+    "base_channels": 32,
+    "num_filters": 2,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "d_ff": 48,
+    "ffn_hidden_size": 48,
+    "hidden_dim": 48,
+    "mlp_dim": 48,
+    "d_inner": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "intermediate_size_mlp": 48,
     "speech_encoder_intermediate_size": 48,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_ffn_hidden_size": 16,
-    "expert_intermediate_size": 16, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "expert_intermediate_size": 16,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
     # heads
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "num_key_value_heads": 2, "multi_query_group_num": 2, "head_dim": 8, "d_kv": 8,
-    "d_head": 8, "attention_head_dim": 8, "rotary_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 12, "index_n_heads": 2, "index_head_dim": 8,
-    "partial_rotary_factor": 1.0, "num_kv_shared_layers": 0,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "multi_query_group_num": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "d_head": 8,
+    "attention_head_dim": 8,
+    "rotary_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 12,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "partial_rotary_factor": 1.0,
+    "num_kv_shared_layers": 0,
     "speech_encoder_attention_heads": 4,
     # lengths
-    "vocab_size": 99, "vocab_size_per_layer_input": 99, "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64,
-    "max_seq_len": 64, "max_sequence_length": 64, "max_source_positions": 64, "max_target_positions": 64,
-    "sliding_window": 8, "attention_window_size": 8, "index_topk": 8, "block_sparse_block_size": 8,
+    "vocab_size": 99,
+    "vocab_size_per_layer_input": 99,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "max_seq_len": 64,
+    "max_sequence_length": 64,
+    "max_source_positions": 64,
+    "max_target_positions": 64,
+    "sliding_window": 8,
+    "attention_window_size": 8,
+    "index_topk": 8,
+    "block_sparse_block_size": 8,
     "attention_types": [[["global", "local"], 1]],
     # layers
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
-    "speech_encoder_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_window_layers": 1,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "speech_encoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "max_window_layers": 1,
     # mixtures
-    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_top_k": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "n_group": 1,
-    "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "num_experts_shared": 1,
-    "first_k_dense_replace": 1, "num_dense_layers": 1,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_top_k": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "num_experts_shared": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
     # state spaces and linear attention
-    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_heads": 8, "mamba_d_head": 8,
-    "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_n_groups": 1, "n_groups": 1, "n_mamba_heads": 2,
-    "mamba_expand": 2, "time_step_rank": 4, "chunk_size": 8, "mamba_chunk_size": 8, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8,
-    "linear_num_heads": 2, "conv1d_width": 4,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_n_groups": 1,
+    "n_groups": 1,
+    "n_mamba_heads": 2,
+    "mamba_expand": 2,
+    "time_step_rank": 4,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "conv1d_width": 4,
     # the rest
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "decoder_start_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 2,
+    "decoder_start_token_id": 1,
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 #: The same of a shape that trained models have: 512 wide, eight heads of 64 columns, four of keys.
 WIDE: dict[str, Any] = SIZES | {
     **{name: 512 for name, size in SIZES.items() if size == 32},
     **{name: 768 for name, size in SIZES.items() if size == 48},
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 8),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 8),
-    **dict.fromkeys(("head_dim", "d_kv", "d_head", "attention_head_dim", "mamba_head_dim", "mamba_d_head"), 64),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 8
+    ),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "d_head", "attention_head_dim", "mamba_head_dim", "mamba_d_head"), 64
+    ),
     **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 4),
     **dict.fromkeys(("mamba_num_heads", "mamba_n_heads"), 16),
-    "rotary_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64,
-    "v_head_dim": 64, "qk_head_dim": 96, "index_head_dim": 64, "n_mamba_heads": 2,
-}  # fmt: skip
+    "rotary_dim": 32,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "qk_head_dim": 96,
+    "index_head_dim": 64,
+    "n_mamba_heads": 2,
+}
 #: The same with other heads: two, and one of keys.
 OTHER_HEADS: dict[str, Any] = SIZES | {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 2),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 2),
-    "num_key_value_heads": 1, "multi_query_group_num": 1, "state_size": 16, "n_groups": 2,
-}  # fmt: skip
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "speech_encoder_attention_heads"), 2
+    ),
+    "num_key_value_heads": 1,
+    "multi_query_group_num": 1,
+    "state_size": 16,
+    "n_groups": 2,
+}
 #: Factors, which are one by default.
 FACTORS = {
-    "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "logits_scaling": 2.0,
-    "attention_out_multiplier": 0.7, "ssm_out_multiplier": 0.6, "lm_head_multiplier": 0.8, "key_multiplier": 0.9,
-    "scale_depth": 0.8, "scale_emb": 2.0, "full_attn_alpha_factor": 0.7, "full_attn_beta_factor": 0.9,
-    "linear_attn_alpha_factor": 0.8, "linear_attn_beta_factor": 1.1, "mlp_alpha_factor": 0.6, "mlp_beta_factor": 1.2,
-}  # fmt: skip
+    "residual_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+    "attention_out_multiplier": 0.7,
+    "ssm_out_multiplier": 0.6,
+    "lm_head_multiplier": 0.8,
+    "key_multiplier": 0.9,
+    "scale_depth": 0.8,
+    "scale_emb": 2.0,
+    "full_attn_alpha_factor": 0.7,
+    "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 0.8,
+    "linear_attn_beta_factor": 1.1,
+    "mlp_alpha_factor": 0.6,
+    "mlp_beta_factor": 1.2,
+}
 _MIXED = ["linear_attention", "full_attention"]
 _COMPASS_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _WINDOWS = {  # of the layers that have a sliding window
-    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
-    "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 8, "swa_head_dim": 16, "swa_qk_rope_head_dim": 4,
-}  # fmt: skip
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 8,
+    "swa_head_dim": 16,
+    "swa_qk_rope_head_dim": 4,
+}
 #: What a model type needs besides.
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "num_group": 1, "topk_group": 1, "num_expert_group": 1},
@@ -118,8 +246,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {
-        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 4,
-        "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "share_att_key": True,
+        "position_buckets": 4,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
     },
     "dots3_note": {"num_key_value_heads": 4, "adapter_in_dim": 32} | _WINDOWS,
     "dots3_note_text": {"num_key_value_heads": 4} | _WINDOWS,
@@ -146,40 +278,68 @@ OWN: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "phimoe": {"router_jitter_noise": 0.2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-        "indexer_compress_ratio": 2, "hc_lowrank": 4, "ngram_vocab_size_base": 50,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 4,
+        "ngram_vocab_size_base": 50,
     },
     "perceiver": {
-        "num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
-        "num_cross_attention_heads": 4, "qk_channels": 32, "v_channels": 32,
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+        "qk_channels": 32,
+        "v_channels": 32,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
-        "is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8], "attn_layers": ["local", "lsh"],
-        "num_buckets": 4, "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, "feed_forward_size": 48,
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [8, 8],
+        "attn_layers": ["local", "lsh"],
+        "num_buckets": 4,
+        "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+        "feed_forward_size": 48,
         "attention_head_size": 8,
     },
     "roc_bert": {
-        "pronunciation_vocab_size": 20, "shape_vocab_size": 20, "pronunciation_embed_dim": 8, "shape_embed_dim": 8,
+        "pronunciation_vocab_size": 20,
+        "shape_vocab_size": 20,
+        "pronunciation_embed_dim": 8,
+        "shape_embed_dim": 8,
     },
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
-        "attention_head_dim": 16, "attention_hidden_size": 64, "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+        "num_key_value_heads": 4,
     },
     "zamba2": {
-        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "num_key_value_heads": 4,
     },
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 #: Types that cannot be had, and why.
 CANNOT_BE_BUILT = {
-    "blt": "its patches of bytes need a second model, which its configuration class does not describe by itself",
+    "blt": (
+        "its patches of bytes need a second model, which its configuration class does not describe"
+        " by itself"
+    ),
     "gemma3n": "it needs a package for images (timm)",
     "gemma4_assistant": "it reads the hidden states of another model, whose widths have to fit",
-    "gemma4_unified_assistant": "it reads the hidden states of another model, whose layers have to fit",
+    "gemma4_unified_assistant": (
+        "it reads the hidden states of another model, whose layers have to fit"
+    ),
 }
 
 
@@ -209,7 +369,8 @@ def checkpoint(model: PreTrainedModel, options: dict[str, bool] | None = None) -
 def tiny_config(
     model_type: str, task: Task = "causal", sizes: Mapping[str, Any] = SIZES, **fields: Any
 ) -> PreTrainedConfig:
-    """A tiny configuration for the class of a model type: of a model of images and text, that of its text.
+    """A tiny configuration for the class of a model type: of a model of images and text, that of
+    its text.
 
     Args:
         model_type, task: as for `model_class`.
@@ -239,7 +400,12 @@ def config_for(
 
 
 def tiny_model(
-    model_type: str, task: Task = "causal", *, attn_implementation: str | None = None, seed: int = 0, **fields: Any
+    model_type: str,
+    task: Task = "causal",
+    *,
+    attn_implementation: str | None = None,
+    seed: int = 0,
+    **fields: Any,
 ) -> PreTrainedModel:
     """A tiny instance with noise on every parameter, in evaluation mode.
 
@@ -249,12 +415,19 @@ def tiny_model(
         seed: of the parameters.
     """
     return tiny_of(
-        model_class(model_type, task), tiny_config(model_type, task, **fields), attn_implementation, seed=seed
+        model_class(model_type, task),
+        tiny_config(model_type, task, **fields),
+        attn_implementation,
+        seed=seed,
     )
 
 
 def tiny_of(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, attn_implementation: str | None = None, *, seed: int = 0
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    attn_implementation: str | None = None,
+    *,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """An instance of a class with noise on every parameter, in evaluation mode.
 
@@ -265,7 +438,9 @@ def tiny_of(
     """
     more = {"attn_implementation": attn_implementation} if attn_implementation else {}
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about options that a tiny model does not use
+        warnings.simplefilter(
+            "ignore"
+        )  # of transformers, about options that a tiny model does not use
         torch.manual_seed(seed)
         model = cls._from_config(config, **more)
         add_noise(model)
@@ -274,15 +449,21 @@ def tiny_of(
 
 @torch.no_grad()
 def add_noise(model: nn.Module) -> None:
-    """Random numbers on every parameter, none of which stays at zero or one. A table that is not trained stays."""
+    """Random numbers on every parameter, none of which stays at zero or one. A table that is not
+    trained stays.
+    """
     for parameter in model.parameters():
         constant = parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
         if parameter.is_floating_point() and (parameter.requires_grad or constant):
-            wide = parameter.ndim > 1 and parameter.shape[-1] >= 512  # sums of so many are to stay as large
+            wide = (
+                parameter.ndim > 1 and parameter.shape[-1] >= 512
+            )  # sums of so many are to stay as large
             parameter.add_(torch.randn_like(parameter) * (0.025 if wide else 0.1))
             if not bool(torch.isfinite(parameter).all()):  # a parameter that nobody initialised
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
-    for module in model.modules():  # a router's table of tokens, which is all zeros until a checkpoint is read
+    for module in (
+        model.modules()
+    ):  # a router's table of tokens, which is all zeros until a checkpoint is read
         if isinstance(table := getattr(module, "tid2eid", None), Tensor):
             rows = torch.rand(len(table), module.num_experts)  # of each token other experts
             table.copy_(rows.argsort(-1)[:, : table.shape[1]])
@@ -293,13 +474,24 @@ def _configured(
 ) -> PreTrainedConfig:
     if cls.__name__ == "DbrxConfig":
         return _dbrx(cls)
-    nested = {name: value for name, value in vars(cls()).items() if isinstance(value, PreTrainedConfig)}
+    nested = {
+        name: value for name, value in vars(cls()).items() if isinstance(value, PreTrainedConfig)
+    }
     shrunk: dict[str, Any] = {}
     for name, value in nested.items():
         try:
-            kept = {flag: True for flag in ("is_decoder", "add_cross_attention") if getattr(value, flag, False)}
+            kept = {
+                flag: True
+                for flag in ("is_decoder", "add_cross_attention")
+                if getattr(value, flag, False)
+            }
             shrunk[name] = _configured(type(value), kept, sizes)
-        except (ValueError, TypeError, AttributeError, KeyError):  # a part for images or sound that keeps its own size
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+        ):  # a part for images or sound that keeps its own size
             shrunk[name] = value
     if not nested:
         return cls(**_fields(cls, fields, sizes))
@@ -315,9 +507,15 @@ def _dbrx(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
     attention = DbrxAttentionConfig(kv_n_heads=2, rope_theta=1e4, clip_qkv=2.0)
     mixture = DbrxFFNConfig(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)
     return cls(
-        d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=99, attn_config=attention, ffn_config=mixture,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        vocab_size=99,
+        attn_config=attention,
+        ffn_config=mixture,
         pad_token_id=0,
-    )  # fmt: skip
+    )
 
 
 def _is_computed(cls: type[PreTrainedConfig], name: str) -> bool:
@@ -347,23 +545,39 @@ def _enlarged(name: str, value: Any) -> Any:
         return {inner: _enlarged(inner, each) for inner, each in value.items()}
     if name == "mrope_section":
         return [8 * each for each in value]
-    if name == "num_key_value_heads" and value == SIZES["num_attention_heads"]:  # as many as there are heads
+    if (
+        name == "num_key_value_heads" and value == SIZES["num_attention_heads"]
+    ):  # as many as there are heads
         return WIDE["num_attention_heads"]
-    if larger := {"mamba_d_ssm=64": 1024, "num_heads=8": 16, "indexer_head_dim=8": 64}.get(f"{name}={value}"):
+    if larger := {"mamba_d_ssm=64": 1024, "num_heads=8": 16, "indexer_head_dim=8": 64}.get(
+        f"{name}={value}"
+    ):
         return larger
     if value == SIZES.get(name, ()):
         return WIDE[name]
     widths = (
-        "embed_dim", "out_hidden_size", "decoder_hidden_size", "text_hidden_size", "adapter_in_dim", "d_latents",
-        "adapter_input_size", "adapter_out_dim",
-    )  # fmt: skip
-    return 512 if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size") else value
+        "embed_dim",
+        "out_hidden_size",
+        "decoder_hidden_size",
+        "text_hidden_size",
+        "adapter_in_dim",
+        "d_latents",
+        "adapter_input_size",
+        "adapter_out_dim",
+    )
+    return (
+        512
+        if value == 32 and name in (*widths, "qk_channels", "v_channels", "intra_bottleneck_size")
+        else value
+    )
 
 
 def _layers(
     cls: type[PreTrainedConfig], default: PreTrainedConfig, given: Mapping[str, Any]
 ) -> tuple[int, dict[str, list[str]]]:
-    """How many layers there are: two, or one of each kind; and their kinds, by the fields that say them."""
+    """How many layers there are: two, or one of each kind; and their kinds, by the fields that say
+    them.
+    """
     aliases, layers = cls.attribute_map or {}, 2
     kinds: dict[str, list[str]] = {}
     for name in ("layer_types", "mlp_layer_types"):
@@ -377,13 +591,23 @@ def _layers(
     return layers, kinds
 
 
-def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
-    """What a configuration class is given: the sizes that it has fields for, one layer of each kind, what it needs."""
+def _fields(
+    cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mapping[str, Any] = SIZES
+) -> dict[str, Any]:
+    """What a configuration class is given: the sizes that it has fields for, one layer of each
+    kind, what it needs.
+    """
     default = cls()
     given = {**_own(cls, sizes), **given}
     names, aliases = _field_names(cls, default), cls.attribute_map or {}
-    fields = {n: v for n, v in sizes.items() if n in names and n not in aliases and not _is_computed(cls, n)}
-    if "kv_lora_rank" in fields:  # a latent attention has as many heads of keys as of queries, of their own width
+    fields = {
+        n: v
+        for n, v in sizes.items()
+        if n in names and n not in aliases and not _is_computed(cls, n)
+    }
+    if (
+        "kv_lora_rank" in fields
+    ):  # a latent attention has as many heads of keys as of queries, of their own width
         fields.pop("head_dim", None)
         if "num_key_value_heads" in fields:
             fields["num_key_value_heads"] = fields.get("num_attention_heads", 4)
@@ -391,7 +615,11 @@ def _fields(cls: type[PreTrainedConfig], given: Mapping[str, Any], sizes: Mappin
     if isinstance(rotated, float) and rotated < 1:
         fields["partial_rotary_factor"] = 0.5
     layers, kinds = _layers(cls, default, given)
-    fields |= {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if name in fields}
+    fields |= {
+        name: layers
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        if name in fields
+    }
     fields |= {name: (found * layers)[:layers] for name, found in kinds.items()}
     for name, factor in FACTORS.items():
         if name in names and isinstance(getattr(default, name, None), int | float):

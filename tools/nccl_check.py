@@ -1,10 +1,11 @@
 """Whether a model over several GPUs shows, and computes, what it does in one process: two minutes.
 
-    torchrun --nproc-per-node 2 -m tools.nccl_check                # in a checkout, installed with the extra `test`
-    torchrun --nproc-per-node 2 -m tools.nccl_check --on gloo      # the same without GPUs
+    torchrun --nproc-per-node 2 -m tools.nccl_check              # the extra `test` is needed
+    torchrun --nproc-per-node 2 -m tools.nccl_check --on gloo    # the same without GPUs
 
-Two, four or eight processes. The models are tiny and random, and nothing is fetched. A line is printed as soon as it is
-known: where a process waits for another in vain, it ends after a minute, and the lines until then say where.
+Two, four or eight processes. The models are tiny and random, and nothing is fetched. Each line is
+printed as soon as it is known. A process that waits for another in vain ends after a minute; the
+lines printed until then say where.
 """
 
 from __future__ import annotations
@@ -25,18 +26,35 @@ from benchmarks.sharded import ratios
 from bridge.version import __version__
 from tests.sharded.worker import begin, wrong_in
 
-#: Models for a number of processes: one of dense layers, and one whose experts are spread by number.
+#: Models for a number of processes: one of dense layers, and one whose experts are spread by
+#: number.
 KINDS = {
     2: ("llama", "qwen3_moe_by_expert"),
     4: ("llama_of_four", "qwen3_moe_by_expert_of_four"),
     8: ("llama_of_eight", "qwen3_moe_by_expert_of_eight"),
 }
 #: What is tried of both, and what of the first alone.
-OF_BOTH = ("every_activation", "every_edit", "gradients_of_parameters", "generation", "many_requests", "verified")
+OF_BOTH = (
+    "every_activation",
+    "every_edit",
+    "gradients_of_parameters",
+    "generation",
+    "many_requests",
+    "verified",
+)
 OF_ONE = (
-    "said_to_be_tensor_parallel", "analysis", "traced", "copied", "processed", "harvested", "rows_of_its_own",
-    "different_edits_are_refused", "different_inputs_are_refused", "harvested_by_each", "requests_of_each",
-)  # fmt: skip
+    "said_to_be_tensor_parallel",
+    "analysis",
+    "traced",
+    "copied",
+    "processed",
+    "harvested",
+    "rows_of_its_own",
+    "different_edits_are_refused",
+    "different_inputs_are_refused",
+    "harvested_by_each",
+    "requests_of_each",
+)
 
 
 def say(line: str) -> None:
@@ -48,8 +66,11 @@ def say(line: str) -> None:
 def machine(on: str) -> list[str]:
     """What the machine is."""
     found = [
-        f"transformer-bridge {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        (
+            f"transformer-bridge {__version__}, torch {torch.__version__}, transformers"
+            f" {transformers.__version__}, Python {platform.python_version()}, {platform.system()}"
+            f" {platform.machine()}"
+        ),
         f"{dist.get_world_size()} processes by {on}",
     ]
     if on == "nccl":
@@ -60,7 +81,9 @@ def machine(on: str) -> list[str]:
 
 
 def main() -> None:
-    """Runs all of it; what went wrong is printed behind the table, and is the exit status of the first process."""
+    """Runs all of it; what went wrong is printed behind the table, and is the exit status of the
+    first process.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--on", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--only", default="", help="cases, with commas")
@@ -72,7 +95,9 @@ def main() -> None:
     if size not in KINDS:
         sys.exit(f"there are {size} processes; it has models for {', '.join(map(str, KINDS))}")
     dense, mixture = KINDS[size]
-    names = [f"{case}:{kind}" for kind in (dense, mixture) for case in OF_BOTH] + [f"{case}:{dense}" for case in OF_ONE]
+    names = [f"{case}:{kind}" for kind in (dense, mixture) for case in OF_BOTH] + [
+        f"{case}:{dense}" for case in OF_ONE
+    ]
     if given.only:
         names = [name for name in names if name.partition(":")[0] in given.only.split(",")]
     places = [tempfile.mkdtemp()]
@@ -85,13 +110,18 @@ def main() -> None:
         found = wrong_in(name, Path(places[0]))
         wrong |= {name: found} if found else {}
         case, _, kind = name.partition(":")
-        say(f"{'WRONG' if found else 'ok':6}{case.replace('_', ' '):32}{kind:32}{time.monotonic() - began:5.1f} s")
+        seconds = time.monotonic() - began
+        verdict = "WRONG" if found else "ok"
+        say(f"{verdict:6}{case.replace('_', ' '):32}{kind:32}{seconds:5.1f} s")
     say("Times, as ratios to the model alone:")
     for run, ratio in ratios(11).items():
         say(f"      {run:<42}{ratio:6.2f}")
     for name, found in wrong.items():
         say(f"\n{name}\n{found}")
-    say(f"{len(names) - len(wrong)} of {len(names)} are right. Send us all of this, also where all is right.")
+    say(
+        f"{len(names) - len(wrong)} of {len(names)} are right. Send us all of this, also where all"
+        " is right."
+    )
     dist.barrier()
     first = dist.get_rank() == 0
     if first:

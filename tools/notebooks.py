@@ -1,7 +1,8 @@
 """Writes the notebooks of examples/, with their outputs: `python -m tools.notebooks [NAME ...]`.
 
-An experiment is written once, as a page: `docs/learn_*.md`. Its notebook is that page, cut at its blocks of Python. The
-other notebooks are their own source. All are run, and stored with what they print and with their pictures as PNG.
+An experiment is written once, as a page: `docs/learn_*.md`. Its notebook is that page, cut at its
+blocks of Python. The other notebooks are their own source. All are run, and stored with what they
+print and with their pictures as PNG.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 #: What is kept of an output, as a notebook that is read on a page runs no script.
 KEPT = ("image/png", "text/plain")
+#: The first cell of code: on a machine without the package it installs an uploaded wheel.
+INSTALL = """\
+# On Colab, first upload the wheel that `make dist` builds. Elsewhere this does nothing.
+import glob
+import importlib.util
+
+if importlib.util.find_spec("bridge") is None:
+    (wheel,) = glob.glob("transformer_bridge-*.whl")
+    %pip install --quiet '{wheel}[pictures,harvest]'"""
 _BLOCK = re.compile(r"```python\n(.*?)```\n?", re.DOTALL)
 
 
@@ -26,15 +36,17 @@ def pages() -> list[Path]:
 
 
 def cells_of(page: str) -> list[tuple[str, str]]:
-    """A page as cells: ``(kind, source)``, with the links as they are from examples/.
+    """A page as cells: ``(kind, source)``, with the links as they are from examples/, and with the
+    cell that installs the package below the first one.
 
     Args:
         page: its Markdown.
 
     Example:
         >>> from tools.notebooks import cells_of
-        >>> cells_of("# A\\n\\n[b](b.md)\\n\\n```python\\n1 + 1\\n```\\n")
-        [('markdown', '# A\\n\\n[b](../docs/b.md)'), ('code', '1 + 1')]
+        >>> title, install, first = cells_of("# A\\n\\n[b](b.md)\\n\\n```python\\n1 + 1\\n```\\n")
+        >>> title, first
+        (('markdown', '# A\\n\\n[b](../docs/b.md)'), ('code', '1 + 1'))
     """
     found = []
     for at, part in enumerate(_BLOCK.split(page)):
@@ -43,7 +55,7 @@ def cells_of(page: str) -> list[tuple[str, str]]:
             found.append(("code", text))
         elif text:
             found.append(("markdown", re.sub(r"\]\(([\w/]+\.md)", r"](../docs/\1", text)))
-    return found
+    return [*found[:1], ("code", INSTALL), *found[1:]]
 
 
 def notebook_of(page: Path) -> Any:
@@ -60,7 +72,11 @@ def notebook_of(page: Path) -> Any:
         cell = kinds[kind](text)
         cell["id"] = f"cell-{at}"
         made.cells.append(cell)
-    made.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made.metadata["kernelspec"] = {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
     return made
 
 
@@ -76,7 +92,12 @@ def executed(notebook: Any) -> Any:
     from nbclient import NotebookClient
 
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    os.environ |= {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "JUPYTER_PLATFORM_DIRS": "1", "TQDM_DISABLE": "1"}
+    os.environ |= {
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "JUPYTER_PLATFORM_DIRS": "1",
+        "TQDM_DISABLE": "1",
+    }
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder
         return NotebookClient(notebook, timeout=900, kernel_name="python3").execute(cwd=folder)
@@ -111,7 +132,9 @@ def main(names: list[str]) -> None:
     of_pages = {page.stem: page for page in pages()}
     for name in names or sorted({*of_pages, *(path.stem for path in EXAMPLES.glob("*.ipynb"))}):
         path = EXAMPLES / f"{name}.ipynb"
-        notebook = notebook_of(of_pages[name]) if name in of_pages else nbformat.read(path, as_version=4)
+        notebook = (
+            notebook_of(of_pages[name]) if name in of_pages else nbformat.read(path, as_version=4)
+        )
         nbformat.write(kept(executed(notebook)), path)
         print(f"{path.name}: {path.stat().st_size // 1000} kB")
 

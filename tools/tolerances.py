@@ -1,9 +1,11 @@
-"""How much each tolerance of inference may vary before a tiny model is inferred differently: a table.
+"""How much each tolerance of inference may vary before a tiny model is inferred differently: a
+table.
 
     python tools/tolerances.py [EVERY]
 
-Every EVERY-th type of `tests/tiny_models.py` (7) is inferred with each constant times 1/1000 to 1000, one constant at a
-time. What it is compared with is what is inferred with the constants as they are.
+Every EVERY-th type of `tests/tiny_models.py` (7) is inferred with each constant times 1/1000 to
+1000, one constant at a time. What it is compared with is what is inferred with the constants as
+they are.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ CONSTANTS = (
     ("adapters.observe.recognised", "_WORKED_OUT"),
     ("adapters.observe.recognised", "FITTED"),
     ("adapters.observe.recognised", "NEGLIGIBLE"),
-    ("adapters.automatic.stream", "_PARALLEL"),
     ("adapters.automatic.facts", "_FAR_BELOW"),
-    ("adapters.automatic.ends", "_BEYOND_CHANCE"),
 )
 TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
 
@@ -42,8 +42,16 @@ TASKS: tuple[Task, ...] = ("causal", "masked", "seq2seq")
 def scaled(module: str, name: str, factor: float) -> Iterator[None]:
     """Inside, a constant is another, in every file that imported it."""
     old = getattr(importlib.import_module(module), name)
-    new = {key: value * factor for key, value in old.items()} if isinstance(old, Mapping) else old * factor
-    files = [file for path, file in sys.modules.items() if path.startswith("adapters.") and vars(file).get(name) is old]
+    new = (
+        {key: value * factor for key, value in old.items()}
+        if isinstance(old, Mapping)
+        else old * factor
+    )
+    files = [
+        file
+        for path, file in sys.modules.items()
+        if path.startswith("adapters.") and vars(file).get(name) is old
+    ]
     try:
         for file in files:
             setattr(file, name, new)

@@ -1,20 +1,23 @@
-"""Trains models with norms and superposition to compute programs by known circuits: `bridge/tasks/programs/trained`.
+"""Trains models with norms and superposition to compute programs by known circuits:
+`benchmarks/trained_circuits`.
 
     python -m tools.train_known_circuits [--check] [PROGRAM ...]
 
-Strict interchange training (Gupta et al. 2024, "InterpBench: Semi-Synthetic Transformers for Evaluating Mechanistic
-Interpretability Techniques"), of edges: what the compiled model's parts do is given to parts of a larger model. Some of
-the circuit's edges carry, in both models, what their senders write for another prompt, and any of the larger model's
-other edges do so, too. Where the compiled model's answer is definite then, the larger one has to give it. So each edge
-of the circuit carries what the program says, and no other edge can change an answer.
+Strict interchange training (Gupta et al. 2024, "InterpBench: Semi-Synthetic Transformers for
+Evaluating Mechanistic Interpretability Techniques"), of edges: what the compiled model's parts do
+is given to parts of a larger model. Some of the circuit's edges carry, in both models, what their
+senders write for another prompt, and any of the larger model's other edges do so, too. Where the
+compiled model's answer is definite then, the larger one has to give it. So each edge of the circuit
+carries what the program says, and no other edge can change an answer.
 
-Two losses come on top. Each part of the circuit has to tell, to a linear readout, what the compiled part writes:
-without that, `hist` and `sort_unique` stay with ways around the circuit. And at every position the last stream has to
-tell to a linear readout which tokens, pairs and triples of tokens stand where: more features than it has dimensions. So
-all other parts are busy with what the program does not ask for. Both readouts are thrown away.
+Two losses come on top. Each part of the circuit has to tell, to a linear readout, what the compiled
+part writes: without that, `hist` and `sort_unique` stay with ways around the circuit. And at every
+position the last stream has to tell to a linear readout which tokens, pairs and triples of tokens
+stand where: more features than it has dimensions. So all other parts are busy with what the program
+does not ask for. Both readouts are thrown away.
 
-Minutes for each program on one core. On one machine, and version of torch, the files come out equal, bit by bit:
-``--check`` trains, writes nothing, and is an error where they do not.
+Minutes for each program on one core. On one machine, and version of torch, the files come out
+equal, bit by bit: ``--check`` trains, writes nothing, and is an error where they do not.
 """
 
 from __future__ import annotations
@@ -45,37 +48,54 @@ PARTS = {
     "reverse": {"L3H0": "L3H2"},
     "hist": {"L0H0": "L1H2", "L0MLP": "L2MLP"},
     "sort_unique": {"L0H0": "L1H1", "L0MLP": "L1MLP", "L1H0": "L3H0"},
-    "either": {"L0MLP": "L0MLP", "L1H0": "L1H0", "L1H1": "L2H3", "L1MLP": "L2MLP", "L2MLP": "L3MLP"},
+    "either": {
+        "L0MLP": "L0MLP",
+        "L1H0": "L1H0",
+        "L1H1": "L2H3",
+        "L1MLP": "L2MLP",
+        "L2MLP": "L3MLP",
+    },
     "most": {"L0MLP": "L0MLP", "L1H0": "L2H2", "L1MLP": "L3MLP"},
 }
-#: Parts that pass on what goes through an edge of the compiled model: the edges are those from its sender to the first,
-#: from each to the next, and from the last to its reader; that from its sender to its reader carries nothing.
+#: Parts that pass on what goes through an edge of the compiled model: the edges are those from its
+#: sender to the first, from each to the next, and from the last to its reader; that from its sender
+#: to its reader carries nothing.
 RELAYS = {
     "frac_prevs": {"embed->L0MLP": ["L0H2"], "L0MLP->L1H0.v": ["L2MLP"]},
     "reverse": {"embed->L3H0.v": ["L0MLP", "L1MLP", "L2MLP"]},
     "hist": {"embed->L0H0.q": ["L0MLP"], "embed->L0H0.k": ["L0H3"], "L0MLP->logits": ["L3MLP"]},
-    "sort_unique": {"embed->L0H0.q": ["L0MLP"], "embed->L0H0.k": ["L0MLP"], "embed->L1H0.v": ["L2MLP"]},
+    "sort_unique": {
+        "embed->L0H0.q": ["L0MLP"],
+        "embed->L0H0.k": ["L0MLP"],
+        "embed->L1H0.v": ["L2MLP"],
+    },
     "either": {},
     "most": {"L0MLP->L1H0.v": ["L1MLP"], "L1H0->L1MLP": ["L2MLP"]},
 }
 WIDTH, ROWS, STEPS, RATE = 64, 128, 2000, 2e-3
-#: How much larger the embeddings start: what is drawn is lost among what the parts of the first layer write.
+#: How much larger the embeddings start: what is drawn is lost among what the parts of the first
+#: layer write.
 EMBEDDINGS = 8.0
 #: How sure of an answer a model is to be; how far a share may be off.
 SURE, OFF = 0.97, 0.01
-OUT = Path(__file__).parents[1] / "bridge" / "tasks" / "programs" / "trained"
+OUT = Path(__file__).parents[1] / "benchmarks" / "trained_circuits"
 
 
 class Run(NamedTuple):
-    """What a model answers, what its senders write, ``[batch, sender, pos * d_model]``, and the last stream."""
+    """What a model answers, what its senders write, ``[batch, sender, pos * d_model]``, and the
+    last stream.
+    """
 
     logits: Tensor
     parts: Tensor
     stream: Tensor
 
 
-def computed(model: NativeModel, tokens: Tensor, other: Tensor | None = None, replaced: Tensor | None = None) -> Run:
-    """What `run_with_edges_replaced` computes, of prompts with edges of their own, in half the time.
+def computed(
+    model: NativeModel, tokens: Tensor, other: Tensor | None = None, replaced: Tensor | None = None
+) -> Run:
+    """What `run_with_edges_replaced` computes, of prompts with edges of their own, in half the
+    time.
 
     Args:
         model: a `NativeModel` without grouped keys.
@@ -131,9 +151,17 @@ def shape(task: Compiled) -> dict[str, Any]:
     """What the larger model is made of."""
     cfg = task.bridge.cfg
     return {
-        "n_layers": 4, "d_model": WIDTH, "n_heads": 4, "d_head": 8, "d_mlp": 32, "n_ctx": cfg.n_ctx,
-        "d_vocab": cfg.d_vocab, "d_vocab_out": len(task.outputs), "act_fn": "gelu", "normalization_type": "LN",
-    }  # fmt: skip
+        "n_layers": 4,
+        "d_model": WIDTH,
+        "n_heads": 4,
+        "d_head": 8,
+        "d_mlp": 32,
+        "n_ctx": cfg.n_ctx,
+        "d_vocab": cfg.d_vocab,
+        "d_vocab_out": len(task.outputs),
+        "act_fn": "gelu",
+        "normalization_type": "LN",
+    }
 
 
 def paths_of(task: Compiled, program: str) -> dict[str, list[str]]:
@@ -144,7 +172,9 @@ def paths_of(task: Compiled, program: str) -> dict[str, list[str]]:
         part, dot, letter = reader.partition(".")
         relays = RELAYS[program].get(edge, [])
         readers = [relay + ".v" * ("H" in relay) for relay in relays] + [parts[part] + dot + letter]
-        found[edge] = ["->".join(pair) for pair in zip([parts[sender], *relays], readers, strict=True)]
+        found[edge] = [
+            "->".join(pair) for pair in zip([parts[sender], *relays], readers, strict=True)
+        ]
     return found
 
 
@@ -157,15 +187,19 @@ def every_prompt(task: Compiled, program: str) -> Tensor:
     """All there are. Tokens of ``sort_unique`` are all different."""
     words, length = words_of(task), task.clean.shape[1] - 1
     rows = (
-        itertools.permutations(words, length) if program == "sort_unique" else itertools.product(words, repeat=length)
+        itertools.permutations(words, length)
+        if program == "sort_unique"
+        else itertools.product(words, repeat=length)
     )
     return torch.tensor([[task.vocabulary["BOS"], *row] for row in rows])
 
 
 def right_answers(task: Compiled, found: Tensor, right: Tensor) -> Tensor:
-    """Which answers are the compiled model's, or ones where that has no definite answer, ``[row, pos]``.
+    """Which answers are the compiled model's, or ones where that has no definite answer, ``[row,
+    pos]``.
 
-    A share is right if the nearest one that there can be, of no more than four tokens, is the right one.
+    A share is right if the nearest one that there can be, of no more than four tokens, is the right
+    one.
     """
     if len(task.outputs) == 1:
         return (found - right).abs()[..., 0] < 1 / 8
@@ -173,7 +207,9 @@ def right_answers(task: Compiled, found: Tensor, right: Tensor) -> Tensor:
 
 
 def definite(right: Tensor) -> Tensor:
-    """Which answers are one and no mean of several: between replaced queries and keys nothing may match."""
+    """Which answers are one and no mean of several: between replaced queries and keys nothing may
+    match.
+    """
     first, second = right.topk(2, -1).values.unbind(-1)
     return first - second > 0.75
 
@@ -203,27 +239,40 @@ class Training:
     def __init__(self, program: str) -> None:
         self.program, self.task = program, compiled(program)
         config = NativeConfig(
-            **shape(self.task), attention_dir="bidirectional", model_name=program, default_prepend_bos=False, seed=0
+            **shape(self.task),
+            attention_dir="bidirectional",
+            model_name=program,
+            default_prepend_bos=False,
+            seed=0,
         )
         self.bridge = TransformerBridge.boot_native(config).eval()
-        self.model, self.teacher = (cast(NativeModel, one.original_model) for one in (self.bridge, self.task.bridge))
+        self.model, self.teacher = (
+            cast(NativeModel, one.original_model) for one in (self.bridge, self.task.bridge)
+        )
         self.small, self.large = Graph.of(self.task.bridge), Graph.of(self.bridge)
         paths = paths_of(self.task, program)
         self.edges = sorted({edge for path in paths.values() for edge in path})
         self.own = torch.tensor([self.small.edge(edge) for edge in paths]).T
         self.given = torch.tensor([self.large.edge(edge) for edge in self.edges]).T
         #: Which edges of the larger model are on the path of which edge of the compiled one.
-        self.along = torch.tensor([[float(edge in path) for path in paths.values()] for edge in self.edges])
+        self.along = torch.tensor(
+            [[float(edge in path) for path in paths.values()] for edge in self.edges]
+        )
         self.others = self.large.exists.clone()
         self.others[tuple(self.given)] = False
         self.numbers = torch.Generator().manual_seed(1)
         self.words, self.every = torch.tensor(words_of(self.task)), every_prompt(self.task, program)
         #: What parts of the larger model have to tell: what parts of the compiled one write.
         self.tell = {to: of for of, to in PARTS[program].items()}
-        self.tell |= {relay: edge.split("->")[0] for edge, relays in RELAYS[program].items() for relay in relays}
+        self.tell |= {
+            relay: edge.split("->")[0]
+            for edge, relays in RELAYS[program].items()
+            for relay in relays
+        }
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
-            #: Of each of the latter, what is usual: the mean and spread of what depends on the prompt.
+            #: Of each of the latter, what is usual: the mean and spread of what depends on the
+            #: prompt.
             self.usual: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
             plain = computed(self.teacher, self.every)
             for part in {*self.tell.values()}:
@@ -231,7 +280,9 @@ class Training:
                 varies = values.std(0).amax(0) > 1e-4
                 values = values[..., varies].flatten(0, 1)
                 self.usual[part] = varies, values.mean(0), values.std(0)
-            self.probes = nn.ModuleDict({to: nn.Linear(WIDTH, len(self.usual[of][1])) for to, of in self.tell.items()})
+            self.probes = nn.ModuleDict(
+                {to: nn.Linear(WIDTH, len(self.usual[of][1])) for to, of in self.tell.items()}
+            )
             self.readout = nn.Linear(WIDTH, self.crowd(self.every[:1]).shape[1])
             self.model.embed.weight.mul_(EMBEDDINGS)
 
@@ -257,8 +308,12 @@ class Training:
         """
         rows = len(share)
         tokens, sources = self.prompts(rows), self.prompts(rows)
-        chosen = (torch.rand(rows, len(self.edges), generator=self.numbers) < share[:, None]).float()
-        replaced = (torch.rand(rows, *self.others.shape, generator=self.numbers) < others[:, None, None]) & self.others
+        chosen = (
+            torch.rand(rows, len(self.edges), generator=self.numbers) < share[:, None]
+        ).float()
+        replaced = (
+            torch.rand(rows, *self.others.shape, generator=self.numbers) < others[:, None, None]
+        ) & self.others
         replaced = replaced.float()
         replaced[:, self.given[0], self.given[1]] = chosen
         with torch.no_grad():
@@ -308,19 +363,27 @@ class Training:
     def crowded(self, runs: Interchange) -> Tensor:
         """How far the last stream is from telling all that."""
         found = self.told(runs.source)
-        return functional.binary_cross_entropy_with_logits(found, self.crowd(runs.sources)[:, None].expand_as(found))
+        return functional.binary_cross_entropy_with_logits(
+            found, self.crowd(runs.sources)[:, None].expand_as(found)
+        )
 
     def train(self) -> None:
         """Trains, and rounds the weights to what is shipped."""
         weights, started = [*self.model.parameters()], time.process_time()
         optimizer = torch.optim.AdamW(
-            [*weights, *self.probes.parameters(), *self.readout.parameters()], RATE, betas=(0.9, 0.98)
+            [*weights, *self.probes.parameters(), *self.readout.parameters()],
+            RATE,
+            betas=(0.9, 0.98),
         )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, RATE, total_steps=STEPS, pct_start=0.2
+        )
         levels = torch.tensor([0.0, 0.5, 1.0])
         for step in range(STEPS):
             share = torch.tensor([0.0, 0.5, 0.5])[torch.randint(3, (ROWS,), generator=self.numbers)]
-            runs = self.interchanged(share, levels[torch.randint(3, (ROWS,), generator=self.numbers)])
+            runs = self.interchanged(
+                share, levels[torch.randint(3, (ROWS,), generator=self.numbers)]
+            )
             losses = torch.stack([self.loss(runs), self.probed(runs), self.crowded(runs)])
             optimizer.zero_grad()
             losses.sum().backward()
@@ -329,8 +392,13 @@ class Training:
             schedule.step()
             if step % 250 == 0 or step == STEPS - 1:
                 said = " + ".join(f"{loss:.4f}" for loss in losses.tolist())
-                print(f"{self.program} {step}: {said}, {time.process_time() - started:.0f} s", flush=True)
-        self.model.load_state_dict({name: value.half().float() for name, value in self.model.state_dict().items()})
+                print(
+                    f"{self.program} {step}: {said}, {time.process_time() - started:.0f} s",
+                    flush=True,
+                )
+        self.model.load_state_dict(
+            {name: value.half().float() for name, value in self.model.state_dict().items()}
+        )
 
     @torch.no_grad()
     def report(self) -> None:
@@ -339,30 +407,47 @@ class Training:
             n = 2000
             runs = self.interchanged(torch.full((n,), own), torch.full((n,), rest))
             right = right_answers(self.task, runs.found.logits[:, 1:], runs.right.logits[:, 1:])
-            print(f"  replaced {own} of the circuit, {rest} of the rest: {right.float().mean():.5f} right", flush=True)
+            print(
+                f"  replaced {own} of the circuit, {rest} of the rest: {right.float().mean():.5f}"
+                " right",
+                flush=True,
+            )
         given = {"input_ids": runs.tokens}
         sources = written(self.large, self.bridge, runs.sources).parts
-        again = run_with_edges_replaced(self.large, self.bridge, given, sources, runs.replaced[None])[0]
+        again = run_with_edges_replaced(
+            self.large, self.bridge, given, sources, runs.replaced[None]
+        )[0]
         torch.testing.assert_close(runs.found.logits, again, atol=1e-4, rtol=1e-4)
-        told, wanted = self.told(computed(self.model, self.every)) > 0, self.crowd(self.every)[:, None].bool()
+        told, wanted = (
+            self.told(computed(self.model, self.every)) > 0,
+            self.crowd(self.every)[:, None].bool(),
+        )
         wanted = wanted.expand_as(told)
         seen, wrong = told[wanted].float().mean(), told[~wanted].float().mean()
-        print(f"  of {told.shape[-1]} features, {seen:.4f} of those that are there are told, {wrong:.4f} of the others")
+        print(
+            f"  of {told.shape[-1]} features, {seen:.4f} of those that are there are told,"
+            f" {wrong:.4f} of the others"
+        )
 
     def write(self, check: bool) -> None:
-        """Writes what `bridge.tasks.trained` reads, in half precision, or compares it with what is there.
+        """Writes what `bridge.tasks.trained` reads, in half precision, or compares it with what is
+        there.
 
         Raises:
             AssertionError: it is compared, and differs.
         """
         header = {"facts": json.dumps(shape(self.task)), "edges": json.dumps(self.edges)}
-        halves = {name: value.half().contiguous() for name, value in self.model.state_dict().items()}
+        halves = {
+            name: value.half().contiguous() for name, value in self.model.state_dict().items()
+        }
         file = OUT / f"{self.program}.safetensors"
         if not check:
             OUT.mkdir(exist_ok=True)
             return save_file(halves, file, header)
         there = load_file(file)
-        assert there.keys() == halves.keys() and all(torch.equal(there[name], halves[name]) for name in halves), file
+        assert there.keys() == halves.keys() and all(
+            torch.equal(there[name], halves[name]) for name in halves
+        ), file
         print("  as shipped, bit by bit")
 
 

@@ -1,6 +1,8 @@
-"""Exact changes of a transformer's weights that make them easier to read: pure functions on canonical weights.
+"""Exact transforms of a transformer's weights that make them easier to interpret: pure functions on
+canonical weights.
 
-Names, shapes and orientation are HookedTransformer's (``W_Q`` is ``[head, d_model, d_head]``, and so on).
+Names, shapes and orientation are HookedTransformer's (``W_Q`` is ``[head, d_model, d_head]``, and
+so on).
 """
 
 from weight_processing.transforms import (

@@ -1,6 +1,8 @@
-"""What weight processing works on: a model's norms with the matrices that read them, and what writes to the stream.
+"""The parts of a model that weight processing changes: its norms with the matrices that read them,
+and the matrices and biases that write to the residual stream.
 
-Matrices are views of the model's own parameters, in HookedTransformer's orientation: writing to one changes the model.
+Matrices are views of the model's own parameters, in HookedTransformer's orientation: writing to one
+changes the model.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,73 +27,104 @@ from adapters.points import join
 from adapters.views import Heads
 from adapters.views.views import NO_CALL
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Parameters that are spread over processes: put together while a transform writes to them, and cut again.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Parameters that are sharded over processes: gathered while a transform writes to them, then
+# sharded again.
+# --------------------------------------------------------------------------------------------------
 
 
 def held_here(parameter: Tensor) -> Tensor:
-    """What this process has of a parameter: all of it, or its part."""
+    """Return this process's part of a parameter; all of it if it is not sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether processes have parts of its parameters."""
-    return is_sharded(model) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """Tell whether the model's parameters are sharded over processes."""
+    has_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return has_shards or is_sharded(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has made a plan of the parameters, in which others have no place."""
+    """Tell whether FSDP2 manages the parameters; it cannot manage new ones."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @contextmanager
 def put_together(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts the parameters of modules together, and writes what became of them to the parts. All processes have to ask.
+    """Gather the parameters of modules, and write their new values to the shards on exit. All
+    processes must call this.
 
-    A bias that a layer is given meanwhile is spread as its weight is.
+    A bias that a layer gets meanwhile is sharded like its weight.
 
     Args:
-        model: that they are of.
-        modules: with those inside of them.
+        model: the model that contains the modules.
+        modules: the modules; their submodules are included.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what FSDP2 has put together for a run is dropped behind it, with what is written there
-    inside = dict.fromkeys(module for each in modules for module in each.modules())
-    spread = [module for module in inside if any(isinstance(p, DTensor) for p in module._parameters.values())]
-    parts = {module: dict(module._parameters) for module in spread}
-    together: dict[nn.Parameter, nn.Parameter] = {}
+            # FSDP2 drops parameters that it gathered for a run, including values written to them.
+            module.reshard()
+    sharded = _sharded_parameters(modules)
+    gathered: dict[nn.Parameter, nn.Parameter] = {}
     with torch.no_grad():
-        for module in spread:
-            for name, part in parts[module].items():
-                if isinstance(part, DTensor):
-                    if part not in together:
-                        together[part] = nn.Parameter(part.full_tensor(), requires_grad=part.requires_grad)
-                    module._parameters[name] = together[part]
+        for module, parameters in sharded.items():
+            for name, parameter in parameters.items():
+                if not isinstance(parameter, DTensor):
+                    continue
+                if parameter not in gathered:
+                    full = parameter.full_tensor()
+                    gathered[parameter] = nn.Parameter(full, parameter.requires_grad)
+                module._parameters[name] = gathered[parameter]
     try:
         yield
     finally:
         with torch.no_grad():
-            for part, full in together.items():
-                assert isinstance(part, DTensor)
-                part.to_local().copy_(_part(full.detach(), part, part.placements))
-            for module in spread:
-                bias = module._parameters.get("bias")
-                module._parameters.update(parts[module])
-                weight = module._parameters.get("weight")
-                if bias is not None and parts[module].get("bias") is None and isinstance(weight, DTensor):
-                    place = [Shard(0) if there == Shard(0) else Replicate() for there in weight.placements]
-                    new = _part(bias.detach(), weight, place)
-                    whole = DTensor.from_local(
-                        new, weight.device_mesh, place, run_check=False, shape=bias.shape, stride=(1,)
-                    )
-                    module._parameters["bias"] = nn.Parameter(whole, requires_grad=bias.requires_grad)
+            for parameter, full in gathered.items():
+                assert isinstance(parameter, DTensor)
+                shard = _shard(full.detach(), parameter, parameter.placements)
+                parameter.to_local().copy_(shard)
+            for module, parameters in sharded.items():
+                _restore_shards(module, parameters)
 
 
-def _part(full: Tensor, of: DTensor, placements: Sequence[Placement]) -> Tensor:
-    """What this process has of a tensor that is cut over the processes of a parameter."""
-    return distribute_tensor(full, of.device_mesh, placements, src_data_rank=None).to_local()
+def _sharded_parameters(
+    modules: Sequence[nn.Module],
+) -> dict[nn.Module, dict[str, nn.Parameter | None]]:
+    """Return the parameters of each module, or submodule, that has sharded ones."""
+    sharded = {}
+    for outer in modules:
+        for module in outer.modules():
+            parameters = module._parameters
+            if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+                sharded[module] = dict(parameters)
+    return sharded
+
+
+def _restore_shards(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Put a module's sharded parameters back, and shard a bias that it got meanwhile."""
+    bias = module._parameters.get("bias")
+    module._parameters.update(parameters)
+    weight = parameters.get("weight")
+    is_new = bias is not None and parameters.get("bias") is None
+    if not is_new or not isinstance(weight, DTensor):
+        return
+    placements: list[Placement] = []
+    for placement in weight.placements:
+        placements.append(Shard(0) if placement == Shard(0) else Replicate())
+    sharded_bias = DTensor.from_local(
+        _shard(bias.detach(), weight, placements),
+        weight.device_mesh,
+        placements,
+        run_check=False,
+        shape=bias.shape,
+        stride=(1,),
+    )
+    module._parameters["bias"] = nn.Parameter(sharded_bias, bias.requires_grad)
+
+
+def _shard(full: Tensor, like: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """Return this process's part of a tensor, sharded over the processes of a parameter."""
+    return distribute_tensor(full, like.device_mesh, placements, src_data_rank=None).to_local()
 
 
 Get = Callable[[], Tensor]
@@ -101,13 +133,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NormReader:
-    """A matrix that reads a norm.
+    """Matrix that reads a norm.
 
     Attributes:
         name: its canonical name.
-        weight: gives it, ``[*heads d_model out]``.
-        bias: gives the bias behind it, ``[*heads out]``; a view where `holder` has one, None where there can be none.
-        holder: the path of the module that holds the bias.
+        weight: a function that returns it, ``[*heads d_model out]``.
+        bias: a function that returns the bias after it, ``[*heads out]``: a view if `holder` has
+            one. None if it cannot have one.
+        holder: the path of the module that has the bias.
     """
 
     name: str
@@ -118,12 +151,12 @@ class NormReader:
 
 @dataclass(frozen=True)
 class NormWithReaders:
-    """A norm, and all that reads it.
+    """Norm with all of its readers.
 
     Attributes:
-        name, path, kind: its canonical name, its path, what it computes.
+        name, path, kind: its canonical name, its path and its computation.
         readers: the matrices that read it.
-        gated: they are those of a gated MLP, in which HookedTransformer has no place for a bias of the gate.
+        gated: whether they belong to a gated MLP, where HookedTransformer has no bias for the gate.
     """
 
     name: str
@@ -133,81 +166,131 @@ class NormWithReaders:
     gated: bool = False
 
 
+class _PlacedStep(NamedTuple):
+    """Residual step with its place in the model.
+
+    Attributes:
+        block, path: its block's canonical prefix and path.
+        named: the step.
+    """
+
+    block: str
+    path: str
+    named: NamedStep
+
+    @property
+    def part(self) -> Part:
+        """Return the declaration of its part."""
+        return self.named.step.part
+
+    @property
+    def name(self) -> str:
+        """Return the canonical name of its part."""
+        return f"{self.block}.{self.named.name}"
+
+    def inside(self, *paths: str) -> str:
+        """Return the path of a module of its part.
+
+        Args:
+            paths: the module's path in the part, in pieces.
+        """
+        return join(self.path, self.part.path, *paths)
+
+
 class ProcessedParts:
-    """The parts of a model that are processed.
+    """Parts of a model that are processed.
 
     Args:
         weights: the canonical weights.
 
     Attributes:
         norms: the norms before attention, MLP and unembedding.
-        writers: for each canonical name, a matrix or bias that writes to the residual stream, ``[*rows d_model]``.
-        spread: processes share the model.
-        piece: how many elements are worked on at a time: few of the model's, and few enough for processor caches.
+        writers: the matrices and biases that write to the residual stream, ``[*rows d_model]``, by
+            canonical name.
+        stack: the blocks.
+        unembed: the path of the output layer.
+        spread: whether the model is sharded over processes.
+        piece: the number of elements processed at a time: a small part of the model that fits in
+            processor caches.
     """
 
     def __init__(self, weights: Weights) -> None:
-        self.weights, self.cfg, self.architecture = weights, weights.cfg, weights.architecture
+        self.weights, self.getters, self.cfg = weights, weights.getters, weights.cfg
+        self.architecture = weights.architecture
+        self.stack = weights.architecture.stack
+        self.unembed = "." + weights.architecture.readout.path
         self.core = cast(PreTrainedModel, weights.core_model)
         self.spread = is_spread(self.core)
         self.piece = max(4096, min(self.cfg.n_params // 64, 1 << 17))
 
     @cached_property
     def norms(self) -> list[NormWithReaders]:
-        """See the class."""
+        """Return the norms; see the class."""
         return list(self._norms())
 
     @cached_property
     def writers(self) -> dict[str, Get]:
-        """See the class."""
-        return dict(self._writers())
+        """Return the writers; see the class."""
+        return {name: self.get(name) for name in self._writers()}
 
     @property
     def attn(self) -> Attention:
-        """What all blocks have, where the values' biases are folded or factors are chosen (see `limits.py`)."""
-        attn = self.architecture.stack.attn
+        """Return the attention that all blocks share, as folding value biases and refactoring
+        require (see `limits.py`).
+        """
+        attn = self.stack.attn
         assert attn
         return attn
 
     @property
     def shifted(self) -> bool:
-        """Whether something is added to what queries and keys read, behind the norm."""
-        blocks = self.architecture.stack.every_block
-        return any(attn.qk_shift for block in blocks for attn in block.attentions)
+        """Tell whether position embeddings are added to the input of queries and keys after the
+        norm.
+        """
+        return any(attn.qk_shift for block in self.stack.every_block for attn in block.attentions)
 
     @property
     def blocks(self) -> Iterator[tuple[str, str]]:
-        """Each block's canonical prefix and its path."""
+        """Yield each block's canonical prefix and its path."""
         for i in range(self.cfg.n_layers):
-            yield f"blocks.{i}", self.architecture.stack.place_of(i)
+            yield f"blocks.{i}", self.stack.place_of(i)
 
     @property
-    def steps(self) -> Iterator[tuple[str, str, NamedStep]]:
-        """Each residual step, with its block's canonical prefix and path."""
-        for i, (name, path) in enumerate(self.blocks):
-            for named in self.architecture.stack.block_at(i).named:
-                yield name, path, named
+    def steps(self) -> Iterator[_PlacedStep]:
+        """Yield each residual step."""
+        for i, (block, path) in enumerate(self.blocks):
+            for named in self.stack.block_at(i).named:
+                yield _PlacedStep(block, path, named)
 
     @property
-    def final_kind(self) -> NormKind | None:
-        """What the norm before the unembedding computes, None where there is none."""
-        norm = self.architecture.stack.final_norm
-        return norm.kind if norm and not (norm.kind.identity or norm.kind.function) else None
+    def final_norm(self) -> Norm | None:
+        """Return the norm before the unembedding; None if no module computes one."""
+        norm = self.stack.final_norm
+        return norm if norm and not (norm.kind.identity or norm.kind.function) else None
 
     def by_place(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
-        """Those of one block together, and those outside of blocks (`around`).
+        """Group consecutive items by block; items outside of blocks get the place "" (see
+        `around`).
 
         Args:
-            named: each with its canonical name.
+            named: the items, each with its canonical name.
         """
-        groups = groupby(named, lambda each: ".".join(each[0].split(".")[:2]) if each[0].startswith("blocks.") else "")
-        return [(place, [part for _, part in group]) for place, group in groups]
+        groups: list[tuple[str, list[T]]] = []
+        for name, item in named:
+            place = ""
+            if name.startswith("blocks."):
+                place = ".".join(name.split(".")[:2])
+            if not groups or groups[-1][0] != place:
+                groups.append((place, []))
+            groups[-1][1].append(item)
+        return groups
 
     def around(self, place: str) -> AbstractContextManager[None]:
-        """Where processes share the model, puts the parameters of a place together for a while, to be written to.
+        """Return a context manager that gathers the parameters of a place for writing, if the model
+        is sharded.
 
         Args:
-            place: a block's canonical prefix; "": what is outside of blocks.
+            place: a block's canonical prefix; "": the modules outside of blocks.
         """
         if not self.spread:
             return nullcontext()
@@ -216,185 +299,205 @@ class ProcessedParts:
 
     @property
     def _ends(self) -> list[str]:
-        """The paths of what is outside of blocks."""
-        a = self.architecture
-        norms = [norm.path for norm in (a.embedding.norm, a.stack.final_norm) if norm and not norm.kind.function]
-        ends = (a.embedding.tokens, a.embedding.positions, *norms, "." + a.readout.path)
+        """Return the paths of the modules outside of blocks."""
+        embedding = self.architecture.embedding
+        ends = [embedding.tokens, embedding.positions]
+        for norm in (embedding.norm, self.stack.final_norm):
+            if norm and not norm.kind.function:
+                ends.append(norm.path)
+        ends.append(self.unembed)
         return [path for path in ends if path and self.weights.has(path)]
 
     def find(self, prefix: str, name: str) -> str:
-        """The name of a weight, with the underscore of grouped keys and values where it has that."""
-        full = f"{prefix}.{name}"
-        return full if full in self.weights.getters else f"{prefix}._{name}"
+        """Return the name of a weight, with an underscore for grouped keys and values."""
+        grouped = f"{prefix}._{name}"
+        return grouped if grouped in self.getters else f"{prefix}.{name}"
 
     def get(self, name: str) -> Get:
-        """What gives a weight. Of the output layer it is what is stored, without the factors that `W_U` has in it."""
-        unembed = "." + self.architecture.readout.path
+        """Return a function that returns a weight, ``[*rows d_in d_out]``. The output layer's is
+        the stored matrix, without the factors that `W_U` includes.
+        """
         if name == "unembed.W_U" and self.architecture.readout.factor != 1:
-            return lambda: self.weights.matrix(unembed)
+            return lambda: self.weights.matrix(self.unembed)
         if name == "unembed.b_U":
-            return self.weights.bias(unembed, lambda: (self.cfg.d_vocab_out,))
-        return self.weights.getters[name]
+            return self.weights.bias(self.unembed, lambda: (self.cfg.d_vocab_out,))
+        get = self.getters[name]
+        # Routers and experts are oriented as linear layers.
+        return (lambda: get().mT) if name.endswith(".weight") else get
 
-    def _reader(self, weight: str, bias: str, path: str) -> NormReader:
-        return NormReader(weight, self.get(weight), self.get(bias), path)
+    def _reader(self, prefix: str, suffix: str, path: str) -> NormReader:
+        """Return the reader with the weight ``W_{suffix}`` and the bias ``b_{suffix}``."""
+        name = self.find(prefix, f"W_{suffix}")
+        bias = self.get(self.find(prefix, f"b_{suffix}"))
+        return NormReader(name, self.get(name), bias, path)
 
     def _norms(self) -> Iterator[NormWithReaders]:
-        for name, path, named in self.steps:
-            if named.step.pre and named.leads and not named.step.pre.kind.identity:
-                yield self._norm_before(name, path, named, named.step.pre)
-            part, at = named.step.part, f"{name}.{named.name}"
+        for step in self.steps:
+            norm, part = step.named.step.pre, step.part
+            if norm and step.named.leads and not norm.kind.identity:
+                yield self._norm_before(step, norm)
             if isinstance(part, MLP) and part.ln:
-                down = join(path, part.path, part.down)
-                out = self._reader(f"{at}.W_out", f"{at}.b_out", down)
-                yield NormWithReaders(f"{at}.ln", join(path, part.path, part.ln.path), part.ln.kind, (out,))
-        final = self.architecture.stack.final_norm
-        if final and self.final_kind and "unembed.W_U" in self.weights.getters:
-            unembed = "." + self.architecture.readout.path
-            reader = self._reader("unembed.W_U", "unembed.b_U", unembed)
-            yield NormWithReaders("ln_final", final.path, self.final_kind, (reader,))
+                reader = self._reader(step.name, "out", step.inside(part.down))
+                path = step.inside(part.ln.path)
+                yield NormWithReaders(f"{step.name}.ln", path, part.ln.kind, (reader,))
+        final = self.final_norm
+        if final and "unembed.W_U" in self.getters:
+            reader = self._reader("unembed", "U", self.unembed)
+            yield NormWithReaders("ln_final", final.path, final.kind, (reader,))
 
-    def _norm_before(self, name: str, path: str, named: NamedStep, norm: Norm) -> NormWithReaders:
-        """The norm that a step reads through, with those that share it."""
-        together = [named]
-        if named.shared:
-            together += [other for at, _, other in self.steps if at == name and other.name in named.shared]
-        readers = tuple(reader for one in together for reader in self._readers(name, path, one))
-        gated = any(isinstance(one.step.part, MLP) and one.step.part.gate for one in together)
-        return NormWithReaders(f"{name}.{named.norm}", join(path, norm.path), norm.kind, readers, gated)
+    def _norm_before(self, step: _PlacedStep, norm: Norm) -> NormWithReaders:
+        """Return the norm of a step, with the readers of all steps that share it."""
+        steps = [step]
+        if step.named.shared:
+            for other in self.steps:
+                if other.block == step.block and other.named.name in step.named.shared:
+                    steps.append(other)
+        readers: list[NormReader] = []
+        gated = False
+        for sharing in steps:
+            part = sharing.part
+            readers += self._readers(sharing)
+            gated = gated or (isinstance(part, MLP) and part.gate is not None)
+        name = f"{step.block}.{step.named.norm}"
+        path = join(step.path, norm.path)
+        return NormWithReaders(name, path, norm.kind, tuple(readers), gated)
 
-    def _readers(self, name: str, path: str, named: NamedStep) -> Iterator[NormReader]:
-        """The matrices of a step that read its norm."""
-        part, at = named.step.part, f"{name}.{named.name}"
+    def _readers(self, step: _PlacedStep) -> Iterator[NormReader]:
+        """Yield the matrices of a step that read its norm."""
+        part = step.part
         if isinstance(part, Attention):
             for letter, projection in part.projections.items():
-                weight, bias = self.find(at, f"W_{letter.upper()}"), self.find(at, f"b_{letter.upper()}")
-                yield self._reader(weight, bias, join(path, part.path, projection.path))
+                path = step.inside(projection.path)
+                yield self._reader(step.name, letter.upper(), path)
         elif isinstance(part, MoE):
-            names = [f"{at}.W_gate.weight"]
-            for e in range(self.cfg.num_experts or 0):
-                both = [f"{at}.experts.{e}.{kind}.weight" for kind in ("W_gate", "W_in")]
-                names += [name for name in both if name in self.weights.getters]  # those without a gate have no W_gate
-            if part.shared_gate:
-                names.append(f"{at}.shared_expert_gate.weight")
-            for weight in names:
-                yield NormReader(weight, _transposed(self.get(weight)), None, "")
-        for own, inside, mlp in _feed_forward(at, path, part):
-            up = join(inside, mlp.up.path)
-            yield self._reader(f"{own}.W_in", f"{own}.b_in", up)
+            for name in self._router_and_experts(step.name, part):
+                yield NormReader(name, self.get(name), None, "")
+        for prefix, inside, mlp in _feed_forward(step):
+            yield self._reader(prefix, "in", join(inside, mlp.up.path))
             if mlp.gate:
-                yield NormReader(f"{own}.W_gate", self.get(f"{own}.W_gate"), None, join(inside, mlp.gate.path))
+                name = f"{prefix}.W_gate"
+                yield NormReader(name, self.get(name), None, join(inside, mlp.gate.path))
 
-    def _writers(self) -> Iterator[tuple[str, Get]]:
+    def _router_and_experts(self, prefix: str, part: MoE) -> Iterator[str]:
+        """Yield the names of the matrices of a mixture of experts that read its norm."""
+        yield f"{prefix}.W_gate.weight"
+        for expert in range(self.cfg.num_experts or 0):
+            for kind in ("W_gate", "W_in"):
+                name = f"{prefix}.experts.{expert}.{kind}.weight"
+                if name in self.getters:  # experts without a gate have no W_gate
+                    yield name
+        if part.shared_gate:
+            yield f"{prefix}.shared_expert_gate.weight"
+
+    def _writers(self) -> Iterator[str]:
+        """Yield the names of the writers."""
         for name in ("embed.W_E", "pos_embed.W_pos"):
-            if name in self.weights.getters:
-                yield name, self.weights.getters[name]
-        for name, path, named in self.steps:
-            part, at = named.step.part, f"{name}.{named.name}"
+            if name in self.getters:
+                yield name
+        for step in self.steps:
+            part = step.part
             if isinstance(part, Attention):
-                yield from self._output(f"{at}.W_O", f"{at}.b_O", join(path, part.path, part.o))
+                yield from self._output(step.name, "O", step.inside(part.o))
             elif isinstance(part, MoE):
-                yield from self._outputs_of_experts(at)
-            for own, inside, mlp in _feed_forward(at, path, part):
-                yield from self._output(f"{own}.W_out", f"{own}.b_out", join(inside, mlp.down))
+                yield from self._outputs_of_experts(step.name)
+            for prefix, inside, mlp in _feed_forward(step):
+                yield from self._output(prefix, "out", join(inside, mlp.down))
 
-    def _output(self, weight: str, bias: str, path: str) -> Iterator[tuple[str, Get]]:
-        """The matrix of an output projection, and its bias where it has one."""
-        yield weight, self.get(weight)
+    def _output(self, prefix: str, suffix: str, path: str) -> Iterator[str]:
+        """Yield the names of an output projection's matrix, and of its bias if it has one."""
+        yield f"{prefix}.W_{suffix}"
         if self.has_bias(path):
-            yield bias, self.get(bias)
+            yield f"{prefix}.b_{suffix}"
 
-    def _outputs_of_experts(self, at: str) -> Iterator[tuple[str, Get]]:
-        getters = self.weights.getters
-        for e in range(self.cfg.num_experts or 0):
-            out = f"{at}.experts.{e}.W_out"
-            yield f"{out}.weight", _transposed(getters[f"{out}.weight"])
-            if f"{out}.bias" in getters:
-                yield f"{out}.bias", getters[f"{out}.bias"]
+    def _outputs_of_experts(self, prefix: str) -> Iterator[str]:
+        """Yield the names of all experts' output matrices and biases."""
+        for expert in range(self.cfg.num_experts or 0):
+            out = f"{prefix}.experts.{expert}.W_out"
+            yield f"{out}.weight"
+            if f"{out}.bias" in self.getters:
+                yield f"{out}.bias"
 
     def projection(self, path: str, letter: str) -> str:
-        """The path of the projection that makes a block's queries (Q), keys (K), values (V) or output (O)."""
+        """Return the path of the projection that computes a block's queries (Q), keys (K), values
+        (V) or output (O).
+        """
         attn = self.attn
         inside = {"Q": attn.q.path, "K": attn.k.path, "V": attn.v.path, "O": attn.o}
         return join(path, attn.path, inside[letter])
 
-    def output(self, path: str) -> str:
-        """The path of a block's output projection."""
-        return self.projection(path, "O")
-
-    def value(self, path: str) -> str:
-        """The path of the projection that makes a block's values."""
-        return self.projection(path, "V")
-
     def value_places(self, path: str) -> Tensor:
-        """Where in the bias of a block's value projection those of the values stand, ``[kv_heads d_head]``."""
+        """Return the indices of the value biases in the bias of a block's value projection,
+        ``[kv_heads d_head]``.
+        """
         view = self.attn.v.view or Heads(self.cfg.n_kv_heads)
-        weight = weight_in_out(self.weights.module(self.value(path)))
+        weight = weight_in_out(self.weights.module(self.projection(path, "V")))
         assert weight is not None
         return view.get(torch.arange(weight.shape[1], device="cpu"), NO_CALL)
 
     def has_bias(self, path: str) -> bool:
+        """Tell whether the module at a path has a bias."""
         return getattr(self.weights.module(path), "bias", None) is not None
 
     def affine(self, norm: NormWithReaders) -> tuple[Tensor | None, Tensor | None]:
-        """What a norm multiplies with, and what it adds, in the type that is computed in."""
-        module = self.weights.module(norm.path)
-        weight, bias = (None if x is None else precise(x) for x in norm_parameters(module))
-        return None if weight is None else weight + norm.kind.added, bias
+        """Return a norm's factor and its bias, in the dtype of the computation."""
+        weight, bias = norm_parameters(self.weights.module(norm.path))
+        factor = None if weight is None else precise(weight) + norm.kind.added
+        return factor, None if bias is None else precise(bias)
 
     def is_plain(self, norm: NormWithReaders) -> bool:
-        """Whether a norm multiplies with ones and adds zeros."""
-        weight, bias = self.affine(norm)
-        ones = weight is None or bool((weight == 1).all())
-        return ones and (bias is None or not bool(bias.any()))
+        """Tell whether a norm multiplies by ones and adds zeros."""
+        factor, bias = self.affine(norm)
+        if factor is not None and not bool((factor == 1).all()):
+            return False
+        return bias is None or not bool(bias.any())
 
     def undeclared(self) -> list[str]:
-        """Parameters of which the adapter does not say what they do: they may read or write what is to be changed."""
-        a = self.architecture
-        known: set[int] = set()
+        """Return the parameters that the adapter does not declare: they may read or write the
+        changed parameters.
+        """
+        weights = self.weights
         paths = self._ends
-        for _, path, named in self.steps:
-            step, part = named.step, named.step.part
-            paths += [join(path, norm.path) for norm in step.norms]
-            paths += [join(path, part.path, at) for at in part.submodules.values()]
+        declared = {id(self.architecture.readout.bias_of(self.core))}
+        for step in self.steps:
+            part = step.part
+            paths += [join(step.path, norm.path) for norm in step.named.step.norms]
+            paths += [step.inside(path) for path in part.submodules.values()]
             if isinstance(part, Attention) and part.sinks:
-                known.add(id(getattr(self.weights.module(join(path, part.path)), part.sinks)))
-        if (bias := a.readout.bias_of(self.core)) is not None:
-            known.add(id(bias))
+                declared.add(id(getattr(weights.module(step.inside()), part.sinks)))
         for path in paths:
-            known.update(id(parameter) for parameter in self.weights.module(path).parameters())
-        return [name for name, parameter in self.weights.model.named_parameters() if id(parameter) not in known]
+            declared.update(map(id, weights.module(path).parameters()))
+        parameters = weights.model.named_parameters()
+        return [name for name, parameter in parameters if id(parameter) not in declared]
 
 
-def _feed_forward(at: str, path: str, part: Part) -> Iterator[tuple[str, str, MLP]]:
-    """The MLP that a step has, alone or as its shared expert: its canonical name, its path, what it is."""
+def _feed_forward(step: _PlacedStep) -> Iterator[tuple[str, str, MLP]]:
+    """Yield a step's MLP or shared expert: its canonical name, its path and its declaration."""
+    part = step.part
     if isinstance(part, MLP):
-        yield at, join(path, part.path), part
+        yield step.name, step.inside(), part
     elif isinstance(part, MoE) and part.shared:
-        yield f"{at}.shared_expert", join(path, part.path, part.shared.path), part.shared
+        yield f"{step.name}.shared_expert", step.inside(part.shared.path), part.shared
 
 
 def precise(x: Tensor) -> Tensor:
-    """In the type that is computed in: float64, or float32 for half precision and where there is no float64."""
+    """Convert to the dtype of the computation: float64; float32 for half precision, and on devices
+    without float64.
+    """
     half = x.dtype in (torch.float16, torch.bfloat16)
     return x.to(torch.float32 if half or x.device.type == "mps" else torch.float64)
 
 
 def norm_parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias that a norm has."""
-    weight, bias = (getattr(module, name, None) for name in parameter_names(module))
-    return weight, bias
-
-
-def _transposed(get: Get) -> Get:
-    return lambda: get().mT
+    """Return the weight and the bias of a norm."""
+    weight, bias = parameter_names(module)
+    return getattr(module, weight, None), getattr(module, bias, None)
 
 
 def ensure_bias(module: nn.Module) -> None:
-    """Gives a linear layer a bias of zeros where it has none.
+    """Give a linear layer a bias of zeros if it has none.
 
     Raises:
-        TypeError: it is no `torch.nn.Linear`.
+        TypeError: it is not a `torch.nn.Linear`.
     """
     if getattr(module, "bias", None) is not None:
         return

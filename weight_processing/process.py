@@ -1,28 +1,33 @@
-"""The stage of weight processing: transforms of a model's own parameters that leave its function as it is.
+"""Weight processing: transforms of a model's own parameters that keep its function.
 
-**In**: a model that can be processed (`Processable`: its parameters, its declaration, its canonical weights), and for
-each transform in `TRANSFORMS` (fold norms, center what writes to the stream, center the unembedding, fold values'
-biases, refactor the factors of queries and keys, values and output) whether it is asked for.
+**Input**: a model that can be processed (`_Processable`: its parameters, its declaration, its
+canonical weights), and a choice for each transform in `TRANSFORMS` (fold norms, center the weights
+that write to the stream, center the unembedding, fold value biases, refactor the factors of queries
+and keys, values and output).
 
-**Out**: the same model with other numbers in its parameters, and a record in ``cfg.processed`` and in the Hugging Face
-configuration, so that a saved model knows it.
+**Output**: the same model with other numbers in its parameters, and a record in ``cfg.processed``
+and in the Hugging Face configuration, which a saved model keeps.
 
-**How**, in order:
+**Steps**, in order:
 
-1. What can be done is asked before anything is written (`limits.py`): a transform needs parts that are linear, stored,
-   not shared with others, and declared in full.
-2. Log probabilities of random tokens are taken (`check.py`).
-3. The model is marked as being worked on; tied weights are untied (`saving.py`), and each transform is done, part by
-   part (`steps.py`, arithmetic in `transforms.py`, the parts in `parts.py`), in float64 (half precision in float32).
-4. Log probabilities are compared, at the end or after each transform; a difference beyond rounding is an error.
-5. Biases that a transform has made where the model's class has none are noted, so that saving and loading keep them.
+1. Check what is possible before anything is written (`limits.py`): a transform needs parts that are
+   linear, stored, not shared with others, and fully declared.
+2. Compute log probabilities of random tokens (`check.py`).
+3. Mark the model as in progress; untie tied weights (`saving.py`), and apply each transform, part
+   by part (`steps.py`, arithmetic in `transforms.py`, the parts in `parts.py`), in float64 (half
+   precision in float32).
+4. Compare log probabilities, at the end or after each transform; a difference beyond rounding is an
+   error.
+5. Record biases that a transform has added to layers without one, so that saving and loading keep
+   them.
 
-**It refuses** (`ProcessingError`), with nothing changed: a transform asked for by name that this model does not allow,
-with the reason; a model that a call left half done. A transform that is on by default and not allowed is left out, and
-the record says why. After a failed check the weights are other ones, and the error says so.
+**Errors** (`ProcessingError`), with nothing changed: an explicitly requested transform that this
+model does not allow, with the reason; a model that an earlier call left half processed. A transform
+that is on by default and not allowed is skipped, and the record says why. If the final check fails,
+the weights have been changed, and the error says so.
 
-**It does not know** of bridges, hooks or runs: it needs `adapters` alone, and is given a context in which the user's
-hooks do not see its check.
+**Constraint**: this package does not depend on bridges, hooks or runs. It needs `adapters` alone,
+and receives a context in which the user's hooks do not fire during the check.
 """
 
 from __future__ import annotations
@@ -38,34 +43,39 @@ from transformers import PreTrainedModel
 
 from adapters import Architecture, Weights
 from adapters.config import ModelConfig
+from adapters.views.values import fingerprints
 from weight_processing.check import LogProbCheck, ProcessingError
 from weight_processing.limits import is_as_left, no_processing, why_not
 from weight_processing.parts import ProcessedParts, held_here, is_spread
 from weight_processing.saving import SavedBiases, untie
-from weight_processing.steps import TRANSFORMS
+from weight_processing.steps import REFACTOR, TRANSFORMS
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Models whose weights a call left half processed: it was interrupted, or its check found a difference.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Models that a call left half processed: it was interrupted, or its check found a difference.
+# --------------------------------------------------------------------------------------------------
 
 
 Samples = dict[str, Tensor]
 
-#: Where such a model, and each copy of it, has some values of every parameter that was written to: when it has been
-#: loaded again, it has others.
+#: Attribute of such a model, and of its copies, with samples of every parameter that was written
+#: to: after the model is loaded again, its parameters differ from them.
 _MARK = "transformer_bridge_half_processed"
 _SIZE = 256
 
 
 def _samples(core: nn.Module) -> Samples:
-    known = {name: p for name, p in core.named_parameters() if type(p) is nn.Parameter or isinstance(p, DTensor)}
-    flat = {name: held_here(p.detach()).flatten() for name, p in known.items()}
-    return {name: x[:: max(1, len(x) // _SIZE)].clone() for name, x in flat.items()}
+    samples = {}
+    for name, parameter in core.named_parameters():
+        if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+            values = held_here(parameter.detach()).flatten()
+            samples[name] = values[:: max(1, len(values) // _SIZE)].clone()
+    return samples
 
 
 @contextmanager
 def marking_interrupted(core: nn.Module) -> Iterator[None]:
-    """Marks a model as half processed when the body is left by an exception after it has written to a parameter.
+    """Mark a model as half processed if an exception ends the body after it has written to a
+    parameter.
 
     Args:
         core: the Hugging Face model.
@@ -74,8 +84,10 @@ def marking_interrupted(core: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        now = _samples(core)
-        changed = {n: x for n, x in now.items() if n not in before or not _same(x, before[n])}
+        changed = {}
+        for name, sample in _samples(core).items():
+            if name not in before or not _same(sample, before[name]):
+                changed[name] = sample
         if changed:
             core.__dict__[_MARK] = changed
             if not isinstance(error, ProcessingError):
@@ -84,7 +96,7 @@ def marking_interrupted(core: nn.Module) -> Iterator[None]:
 
 
 def is_interrupted(core: nn.Module) -> bool:
-    """Whether a model's weights are as a call left them that did not come to its end.
+    """Tell whether a model's weights were left half processed by a call that did not finish.
 
     Args:
         core: the Hugging Face model.
@@ -92,8 +104,9 @@ def is_interrupted(core: nn.Module) -> bool:
     if _MARK not in core.__dict__:
         return False
     now = _samples(core)
-    if any(name in now and _same(x, now[name]) for name, x in core.__dict__[_MARK].items()):
-        return True
+    for name, sample in core.__dict__[_MARK].items():
+        if name in now and _same(sample, now[name]):
+            return True
     del core.__dict__[_MARK]
     return False
 
@@ -102,13 +115,14 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x.to(y), y)
 
 
-#: The field of the Hugging Face configuration that says what was done, so that a saved model knows it.
+#: Field of the Hugging Face configuration that records the applied transforms; a saved model keeps
+#: it.
 RECORD = "transformer_bridge_processed"
 DONE = "done"
 
 
-class Default(NamedTuple):
-    """A default, told apart from the same value given by the caller."""
+class _Default(NamedTuple):
+    """Default value, distinguishable from the same value passed by the caller."""
 
     value: bool
 
@@ -119,19 +133,19 @@ class Default(NamedTuple):
         return f"{self.value}, where the model allows it" if self.value else "False"
 
 
-ON, OFF = Default(True), Default(False)
-Choice = bool | Default
-#: Opens a context in which the user's hooks do not see the model run.
+ON, OFF = _Default(True), _Default(False)
+Choice = bool | _Default
+#: Opens a context in which the user's hooks do not fire.
 WithoutHooks = Callable[[], AbstractContextManager[object]]
 
 
-class Processable(Protocol):
-    """A model whose weights are processed, such as a bridge.
+class _Processable(Protocol):
+    """Model whose weights are processed, such as a bridge.
 
     Attributes:
         core: the Hugging Face model.
-        architecture: what its adapter declares.
-        cfg: the facts about it; `processed` and what the transforms change are written there.
+        architecture: the declaration of its adapter.
+        cfg: its facts; processing writes `processed` and the changed fields.
     """
 
     core: PreTrainedModel
@@ -140,118 +154,133 @@ class Processable(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """The canonical weights; asked for only where the model can be processed at all."""
+        """Return the canonical weights; called only if the model can be processed at all."""
         ...
 
 
 def process(
-    model: Processable,
-    given: Mapping[str, Choice],
+    model: _Processable,
+    choices: Mapping[str, Choice],
     check: bool | Literal["each"] = True,
     without_hooks: WithoutHooks = nullcontext,
 ) -> None:
-    """Does some transforms to a model's own parameters; see `TransformerBridge.process_weights`.
+    """Apply transforms to a model's own parameters; see `TransformerBridge.process_weights`.
 
     Args:
-        model: whose weights are written to.
-        given: for each name in `TRANSFORMS`, whether it is asked for.
-        check: compare the log probabilities of random tokens before and after; ``"each"``: after each transform.
+        model: the model whose weights are changed.
+        choices: for each name in `TRANSFORMS`, whether to apply it.
+        check: compare the log probabilities of random tokens before and after; ``"each"``: after
+            each transform.
         without_hooks: opens the context in which the check runs the model.
 
     Raises:
-        ProcessingError: a transform asked for by name is not for this model; or the log probabilities differ.
-        TypeError: a choice that is not True or False.
-        ValueError: `check` is none of the three.
+        ProcessingError: an explicitly requested transform is not possible for this model; or the
+            log probabilities differ.
+        TypeError: a choice is not True or False.
+        ValueError: `check` is not one of the three values.
     """
-    for name, value in given.items():
-        if not isinstance(value, bool | Default):
-            raise TypeError(f"{name} is {value!r}; it must be True or False")
+    for name, choice in choices.items():
+        if not isinstance(choice, bool | _Default):
+            raise TypeError(f"{name} is {choice!r}; it must be True or False")
     if check not in (True, False, "each"):
         raise ValueError(f"check is {check!r}; it must be True, False or 'each'")
-    asked = {name: value for name, value in given.items() if value}
-    parts, reasons = _what_can_be_done(model, asked)
-    if not asked:
+    requested = {name: choice for name, choice in choices.items() if choice}
+    parts, reasons = _plan(model, requested)
+    if not requested:
         return
     report = dict(model.cfg.processed)
-    report |= {name: f"left out: {reason}" for name, reason in reasons.items()}
-    todo = [name for name in asked if name not in reasons and report.get(name) != DONE]
+    for name, reason in reasons.items():
+        report[name] = f"left out: {reason}"
+    todo = [name for name in requested if name not in reasons and report.get(name) != DONE]
     if todo:
         assert parts is not None
-        _do(model, todo, parts, check, report, without_hooks)
+        _apply(model, todo, parts, check, report, without_hooks)
     _write_record(model, report)
 
 
-def read_record(model: Processable) -> None:
-    """Lets a model's ``cfg.processed`` say what was done to it before, here or by others, as its configuration says.
+def read_record(model: _Processable) -> None:
+    """Make a model's ``cfg.processed`` reflect the record in its configuration, even if other code
+    writes it.
 
     Args:
-        model: whose `cfg` it is.
+        model: the model.
     """
-    model.cfg.watch(ProcessingRecord(model))
+    model.cfg.watch(_ProcessingRecord(model))
 
 
-class ProcessingRecord:
-    """What was done to a model's weights, of which its configuration has a note, as long as it is true of them.
+class _ProcessingRecord:
+    """Record, in a model's configuration, of the transforms applied to its weights, as long as it
+    matches the weights.
 
-    Others may process the model too, and load or train its parameters. A saved model's biases may stand in its norms
-    (see `saving`): it is processed anew when it is loaded.
+    Other code may also process the model, or load or train its parameters. A saved model may hold
+    its biases in its norms (see `saving`): it is processed again when it is loaded.
 
     Args:
-        model: whose it is.
+        model: the model.
     """
 
-    def __init__(self, model: Processable) -> None:
+    def __init__(self, model: _Processable) -> None:
         self._core, self._architecture = model.core, model.architecture
-        self._looked: tuple[object, bool | None] = None, None
+        self._inspected: tuple[object, bool | None] = None, None
 
     def __call__(self, cfg: ModelConfig, known: dict[str, str]) -> dict[str, str]:
-        """What is true now, given what was noted last."""
+        """Return the record that currently matches the weights, given the last known one."""
         noted = getattr(self._core.config, RECORD, None)
         record = dict(noted) if noted and noted != known else known
         if DONE not in record.values():
             return known
         if is_spread(self._core):
-            return record  # to look at the weights, all processes would have to ask
+            return record  # looking at the weights would need a call in all processes
         is_true = self._is_true(cfg, record)
-        return known if is_true is None else record if is_true else {}
+        if is_true is None:
+            return known
+        return record if is_true else {}
 
     def _is_true(self, cfg: ModelConfig, record: Mapping[str, str]) -> bool | None:
-        """Whether the weights look like it; None where they cannot be looked at."""
-        done = tuple([name for name, state in record.items() if state == DONE])
-        # Looked at anew when a parameter was written to or replaced.
-        now = done, tuple([(p.data_ptr(), None if p.is_inference() else p._version) for p in self._core.parameters()])
-        if now != self._looked[0]:
-            self._looked = now, self._are_as_left(cfg, done)
-        return self._looked[1]
+        """Tell whether the weights match the record; None if they cannot be inspected."""
+        done = [name for name, state in record.items() if state == DONE]
+        # Inspect them again if a parameter was written to or replaced, whether torch counts it or
+        # not (fused optimizers do not).
+        numbers = [known for p in self._core.parameters() for known in fingerprints(p)]
+        state = done, numbers
+        if state != self._inspected[0]:
+            self._inspected = state, self._are_as_left(cfg, done)
+        return self._inspected[1]
 
-    def _are_as_left(self, cfg: ModelConfig, done: tuple[str, ...]) -> bool | None:
+    def _are_as_left(self, cfg: ModelConfig, done: list[str]) -> bool | None:
+        """Tell whether the weights are as these transforms leave them; None if they cannot be
+        inspected.
+        """
         if no_processing(self._core, self._architecture):
             return None
         parts = ProcessedParts(Weights(self._architecture, self._core, cfg))
         try:
             return all(is_as_left(parts, name) for name in done)
-        except TypeError:  # what `Weights.matrix` says of LoRA and quantised layers
+        except TypeError:  # raised by `Weights.matrix` for LoRA and quantised layers
             return None
 
 
-def restore(model: Processable, without_hooks: WithoutHooks = nullcontext) -> None:
-    """Does again what was done before a model was saved; see `TransformerBridge.restore_processing`.
+def restore(model: _Processable, without_hooks: WithoutHooks = nullcontext) -> None:
+    """Apply the transforms again that were applied before a model was saved; see
+    `TransformerBridge.restore_processing`.
 
     Args:
         model, without_hooks: as for `process`.
     """
     record = getattr(model.core.config, RECORD, None)
     if record and not model.cfg.processed and not no_processing(model.core, model.architecture):
-        # What is done twice is done once, but the factors of a head are free to change sign.
-        factors, parts = "refactor_factored_attn_matrices", ProcessedParts(model.weights)
+        # The transforms are idempotent, except that refactoring may change the signs of a head's
+        # factors.
+        parts = ProcessedParts(model.weights)
         again = {name: record.get(name) == DONE for name in TRANSFORMS}
-        again[factors] = again[factors] and not is_as_left(parts, factors)
+        if again[REFACTOR] and is_as_left(parts, REFACTOR):
+            again[REFACTOR] = False
         process(model, again, without_hooks=without_hooks)
         _write_record(model, {**record, **model.cfg.processed})
 
 
 def is_processed(model: nn.Module) -> bool:
-    """Whether a Hugging Face model's configuration says that its weights were processed.
+    """Tell whether a Hugging Face model's configuration records that its weights were processed.
 
     Args:
         model: the Hugging Face model.
@@ -265,42 +294,50 @@ def is_processed(model: nn.Module) -> bool:
     return bool(getattr(model.config, RECORD, None))
 
 
-def _what_can_be_done(model: Processable, asked: Mapping[str, Choice]) -> tuple[ProcessedParts | None, dict[str, str]]:
-    """The model's parts, and why transforms are left out.
+def _plan(
+    model: _Processable, requested: Mapping[str, Choice]
+) -> tuple[ProcessedParts | None, dict[str, str]]:
+    """Return the model's parts, and the reasons why transforms are skipped.
 
     Raises:
-        ProcessingError: one of these was asked for by name.
+        ProcessingError: one of these was explicitly requested.
     """
     if is_interrupted(model.core):
         raise ProcessingError(
-            f"the weights of {model.cfg.model_name} are as a call left them that did not come to its end: load them "
-            "again. Nothing was changed"
+            f"the weights of {model.cfg.model_name} are half processed: an earlier call did"
+            " not finish. Load them again. Nothing was changed"
         )
-    parts, why = None, no_processing(model.core, model.architecture)
-    reasons = dict.fromkeys(asked, why) if why else {}
-    if not why:
+    reasons: dict[str, str] = {}
+    parts = None
+    if reason := no_processing(model.core, model.architecture):
+        reasons = dict.fromkeys(requested, reason)
+    else:
         parts = ProcessedParts(model.weights)
-        undone = [name for name in asked if model.cfg.processed.get(name) != DONE]
-        reasons = {name: reason for name in undone if (reason := why_not(parts, name))}
+        done = model.cfg.processed
+        for name in requested:
+            if done.get(name) != DONE and (reason := why_not(parts, name)):
+                reasons[name] = reason
     for name, reason in reasons.items():
-        if isinstance(asked[name], bool):
+        if isinstance(requested[name], bool):
             raise ProcessingError(
-                f"{name}=True cannot be done for {model.cfg.model_name}: {reason}. Nothing was changed. "
-                f"With {name}=False, or without naming it, the rest is done."
+                f"{name}=True cannot be done for {model.cfg.model_name}: {reason}. Nothing was"
+                f" changed. With {name}=False, or without naming it, the rest is done."
             )
     return parts, reasons
 
 
-def _do(
-    model: Processable,
+def _apply(
+    model: _Processable,
     todo: list[str],
     parts: ProcessedParts,
     check: bool | Literal["each"],
     report: dict[str, str],
     without_hooks: WithoutHooks,
 ) -> None:
+    """Apply transforms, check the result, and note them in the report."""
     core, cfg = model.core, model.cfg
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(cfg.device.type, enabled=False):
+    autocast = torch.autocast(cfg.device.type, enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), autocast:
         before = LogProbCheck(core, cfg, without_hooks) if check else None
         with marking_interrupted(core):
             if {"fold_ln", "center_writing_weights", "center_unembed"} & set(todo):
@@ -308,8 +345,8 @@ def _do(
             saved_biases = SavedBiases(core)
             unchecked: list[str] = []
             for name, transform in TRANSFORMS.items():
-                again = name == "fold_value_biases" and report.get(name) == DONE and not is_as_left(parts, name)
-                if name not in todo and not again:
+                again = name == "fold_value_biases" and report.get(name) == DONE
+                if name not in todo and not (again and not is_as_left(parts, name)):
                     continue
                 transform.do(parts, saved_biases)
                 report[name] = DONE
@@ -322,7 +359,7 @@ def _do(
                 before.compare(unchecked)
 
 
-def _write_record(model: Processable, report: dict[str, str]) -> None:
+def _write_record(model: _Processable, report: dict[str, str]) -> None:
     model.cfg.processed = report
     if DONE in report.values():
         setattr(model.core.config, RECORD, dict(report))

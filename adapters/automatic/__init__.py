@@ -1,4 +1,4 @@
-"""Inference of a declaration: what plays which part, found in one recorded run, without knowing the family."""
+"""Infer a declaration from one recorded run, without knowing the model's family."""
 
 from typing import TYPE_CHECKING
 

@@ -1,32 +1,39 @@
-"""Inference: from one recorded run of an unknown model to its `Architecture`, and to what it cannot say.
+"""Infer the `Architecture` of an unknown model from one recorded run, and the reasons for gaps.
 
-**In**: a Hugging Face model with weights, and what it takes (tokens are made up; images and sound may be given).
+**In**: a Hugging Face model with weights, and its inputs (tokens are random; images and sound may
+be passed).
 
-**Out**: `Inferred`: a declaration of the same nouns that families write by hand, and for each hook point that it does
-not have the reason. `source_of` writes the declaration as the source of an adapter.
+**Out**: `Inferred`: a declaration built from the same classes that adapters of families use, and a
+reason for each unavailable hook point. `source_of` writes the declaration as the source of an
+adapter.
 
 **How**, in order:
 
-1. The model, or a probe copy of it with random numbers where a constant would tell nothing, is run once with everything
-   that passes the borders of its modules recorded, graph included (`adapters.observe`).
-2. The lists of blocks are those whose output i is input i + 1 (`blocks.py`); a residual stream runs through them.
-3. Of each block, what is added to the stream is explained as a sum of recorded outputs, each with a factor or a
-   parameter (`stream.py`); each addend is a part, with the norm it reads and writes through (`parts.py`).
-4. Norms are found by trying: a module is one if `NormKind.of` makes what the module makes (`norms.py`).
-5. A part is an attention if one softmax ran in it: queries, keys and values are the columns that reach each head's
-   scores and `z`, by gradient (`attention.py`). It is an MLP if its neurons are reached one by one, or a mixture
-   (`feed_forward.py`); else a `Mixer`, of which the ends alone are known.
-6. What the layers say of all of the model (rotation, scale, cap, windows) is counted: `facts.py`.
-7. The ends: embeddings, final norm, heads, readout (`ends.py`).
+1. The model, or a probe copy of it in which constant parameters are replaced by random numbers, is
+   run once. Everything at the borders of its modules is recorded, graph included
+   (`adapters.observe`).
+2. The lists of blocks are those in which output i is input i + 1 (`blocks.py`): a residual stream
+   runs through them.
+3. The terms that each block adds to the stream are explained as a sum of recorded outputs, each
+   with a factor or a parameter (`stream.py`). Each term is a part, with the norms of its input and
+   output (`parts.py`).
+4. A module is a norm if `NormKind.of` reproduces its output (`norms.py`).
+5. A part is an attention if one softmax ran in it: queries, keys and values are the columns that
+   reach each head's scores and `z`, by gradient (`attention.py`). It is an MLP if each neuron
+   depends on its own column only, or a mixture of experts (`feed_forward.py`). Otherwise it is a
+   `Mixer`, of which only input and output are known.
+6. Facts about the whole model (rotation, scale, cap, windows) are the most common values over its
+   layers (`facts.py`).
+7. Embeddings, final norm, heads and readout are inferred last (`ends.py`).
 
-Nothing goes by a name: names are read where the configuration says a number that a run cannot show, and then the run
-has to agree.
+Names are not used, with one exception: the configuration may supply a number that a run cannot
+show, and the run must agree with it.
 
-**It refuses** (`NotFound`) a model in which no list of blocks with a stream is found. What is found of the rest is
-offered, and what is not is noted by name. Nothing of the model is changed.
+**It raises** `NotFound` for a model without a list of blocks on a residual stream. Otherwise it
+offers what was found, and records a reason for every gap. The model is not changed.
 
-**It does not prove**: whatever is inferred goes through `adapters.proofs.proofs.Proof` on the live model before it is
-offered. **It does not know** of hooks, bridges or families.
+**It does not prove** anything: `adapters.proofs.proofs.Proof` checks the declaration on the live
+model before it is offered. **It does not know** of hooks, bridges or families.
 """
 
 from __future__ import annotations
@@ -36,16 +43,32 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
-from adapters.architecture import Architecture, Block, Embedding, Head, NamedStep, Part, Readout, Stack, Step, Terms
+from adapters.architecture import (
+    Architecture,
+    Block,
+    Embedding,
+    Head,
+    NamedStep,
+    Part,
+    Readout,
+    Stack,
+    Step,
+    Terms,
+)
 from adapters.attention import Attention
-from adapters.automatic.attention import FoundAttention, auxiliary_modules, of_attention, with_values
+from adapters.automatic.attention import (
+    FoundAttention,
+    auxiliary_modules,
+    of_attention,
+    with_values,
+)
 from adapters.automatic.blocks import (
     FoundStack,
     alike,
@@ -71,9 +94,24 @@ from adapters.automatic.ends import (
     what_is_read,
 )
 from adapters.automatic.facts import Facts, all_rotated, all_sized
-from adapters.automatic.feed_forward import FoundExpertModules, FoundMixture, FoundMLP, experts_of, list_of_experts
+from adapters.automatic.feed_forward import (
+    FoundExpertModules,
+    FoundMixture,
+    FoundMLP,
+    experts_of,
+    list_of_experts,
+)
 from adapters.automatic.norms import norm_kind, relative, with_gated
-from adapters.automatic.parts import Addend, FoundPart, Norms, Sum, mixes_positions, modules_of, rerun
+from adapters.automatic.parts import (
+    Addend,
+    FoundPart,
+    Norms,
+    Parts,
+    Sum,
+    mixes_positions,
+    modules_of,
+    rerun,
+)
 from adapters.automatic.stream import Mixed, Sums, collapse, first_of, with_streams
 from adapters.config import act_fn_name, config_of
 from adapters.feed_forward import MoE
@@ -81,26 +119,26 @@ from adapters.inputs import CannotBeMade, Given, sample_inputs, takes, text_plac
 from adapters.mixers import Mixer, functions_of
 from adapters.norms import GEMMA_NORM, LAYER_NORM, NO_NORM, OPAQUE_NORM, RMS_NORM, Norm, NormKind
 from adapters.observe.observe import (
+    BorderTensor,
     ModuleCall,
     NotFound,
     Recording,
-    Softmax,
     evaluating,
     outside_of_modes,
     record,
 )
 from adapters.observe.probe_copy import model_or_probe_copy
 from adapters.points import Border, base_path, core_path, is_inside, join
-from adapters.views import PositionsFirst, SeveralStreams
+from adapters.views import Affine, PositionsFirst, SeveralStreams, View
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """What was inferred for a model.
+    """Result of inference for a model.
 
     Attributes:
         architecture: the declaration.
-        not_offered: hook points, or what their names begin with, that it does not have, and why.
+        not_offered: unavailable hook points, or prefixes of their names, with the reasons.
     """
 
     architecture: Architecture
@@ -108,238 +146,324 @@ class Inferred:
 
 
 def infer(model: nn.Module, inputs: Given | None = None) -> Inferred:
-    """Infers what plays which part in a model, from one run of it on a few tokens. Nothing of it is changed.
+    """Infer a model's declaration from one run on a few tokens. The model is not changed.
 
     Args:
         model: a Hugging Face model with weights.
-        inputs: images or sound that it needs, by the names of its own arguments; None: made up.
+        inputs: images or sound that it needs, by the model's argument names; None: random.
 
     Raises:
-        NotFound: no list of blocks that a residual stream runs through was found; the message says why.
+        NotFound: no list of blocks with a residual stream was found; the message says why.
 
     Example:
         >>> from transformers import OlmoConfig, OlmoForCausalLM
         >>> from adapters.automatic.automatic import infer
-        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        >>> sizes = {
+        ...     "hidden_size": 32,
+        ...     "num_hidden_layers": 2,
+        ...     "num_attention_heads": 4,
+        ...     "intermediate_size": 48,
+        ... }
         >>> infer(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61))).architecture.stack.path
         'layers'
     """
     try:
-        # Wherever it is asked for: it goes by gradients.
+        # Inference needs gradients, whatever mode the caller is in.
         with outside_of_modes(model):
             refuse_two_towers(model)
             with model_or_probe_copy(model) as subject, evaluating(subject):
-                given = sample_inputs(subject, inputs)
-                return _Inference(subject, given, record(subject, given)).run()
+                arguments = sample_inputs(subject, inputs)
+                return _Inference(subject, arguments, record(subject, arguments)).run()
     except CannotBeMade as why:
         raise NotFound(str(why)) from None
 
 
 class _Inference:
-    def __init__(self, model: nn.Module, given: Given, recording: Recording) -> None:
-        self.model, self.given, self.recording = model, given, recording
-        self.base, self.core = base_path(model), core_path(model)
-        #: A path of the model as one from its base model.
+    def __init__(self, model: nn.Module, inputs: Given, recording: Recording) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.recording = recording
+        self.base = base_path(model)
+        self.core = core_path(model)
+        #: Convert a path of the model to one relative to its base model.
         self.relative = partial(relative, base=self.base)
         self.config = config_of(model).get_text_config()
         self.not_offered: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
         self.facts = Facts(model, recording)
-        #: The attentions of the list of blocks that is being looked at which make their own keys, by block.
+        #: The attentions with their own keys in the current list of blocks, by block.
         self.attentions: dict[int, FoundAttention] = {}
-        #: What the model writes over in the blocks of the list that is being looked at.
+        #: The borders in the blocks of the current list that the model overwrites in place.
         self.changed: dict[tuple[str, Border], None] = {}
-        #: What its first blocks read in place of tokens.
+        #: The input that its first blocks read instead of tokens.
         self.main = takes(model.get_submodule(self.core)).main
 
     def run(self) -> Inferred:
+        """Infer the declaration, from the embedding to the readout."""
         stacks = self._lists_of_blocks()
-        (found, *others) = stacks
+        first = stacks[0]
+        last = stacks[-1]
+        decodes = first is not last
         number_norms(stacks, self.recording)
-        missing: dict[str, str] = {}
-        embedding = self._embedding(found, missing)
-        self.not_offered |= missing
-        if missing:
-            self.unknown["embedding"] = "; ".join(missing.values())
-        first_stack, last_norm = self._stack(found, "encoder" if others else "blocks")
-        unembed = find_unembedding(self.model, self.recording, stacks[-1].blocks[-1].end)
-        pooled = self._pooled(found, last_norm) if self.main is not None and not others else None
+        encoder, last_norm = self._first_stack(first, "encoder" if decodes else "blocks")
+        unembed = find_unembedding(self.model, self.recording, last.blocks[-1].end)
+        pooled = None if decodes else self._pooled(first, last_norm)
         if pooled is not None:
             unembed = pooled.unembed
-            if pooled.norm is not None:
-                norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
-                first_stack = replace(first_stack, final_norm=norm, collapse=pooled.positions)
-        declared = [first_stack]
-        for other in others:
+            encoder = self._with_pooled_norm(encoder, pooled)
+        declared = [encoder]
+        if decodes:
             self.facts.freeze_first_stack()
-            decoder, last_norm = self._decoder(other, found)
+            decoder, last_norm = self._decoder(last, first)
             declared.append(decoder)
-        values = self.facts.values(found, unembed)
-        declared[0] = replace(
-            declared[0],
-            embedding=embedding.moved(self.relative),
-            changed_in_place=(*declared[0].changed_in_place, *self._changed_before(found.blocks[0].start)),
-        )
-        for i, each in enumerate(stacks):
-            if each.positions_first:
-                tokens = declared[i].embedding.tokens
-                begins = bool(tokens) and self._is_positions_first(join(self.base, tokens))
-                ends = each is stacks[-1] and unembed is not None and self._is_positions_first(unembed.path)
-                declared[i] = replace(declared[i], stream_view=PositionsFirst(begins, ends))
+        values = self.facts.values(first, unembed)
+        self._mark_positions_first(stacks, declared, unembed)
         heads: tuple[Head, ...] = ()
         readout = Readout()
         if pooled is not None:
-            path = "" if unembed is None else relative(unembed.path, self.core)
-            readout = Readout(path, pooled=None if pooled.norm else pooled.positions)
+            readout = self._pooled_readout(pooled)
         elif unembed is not None:
-            declared[-1], heads, readout = self._logits(stacks[-1], declared[-1], last_norm, unembed)
+            stack = declared[-1]
+            declared[-1], heads, readout = self._logits(last, stack, last_norm, unembed)
         architecture = Architecture(
             stacks=tuple(all_sized(stack, values) for stack in declared),
             readout=readout,
             heads=heads,
-            no_layer_runs=why_no_layers(found, bool(others), self.main),
+            no_layer_runs=why_no_layers(first, decodes, self.main),
             config_values=values,
             unknown=dict(self.unknown),
         )
         return Inferred(architecture, dict(self.not_offered))
 
+    def _first_stack(self, stack: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """Return the declaration of the first list of blocks with its embedding, and its final
+        norm.
+        """
+        embedding = self._embedding(stack).moved(self.relative)
+        declared, final = self._stack(stack, name)
+        changed = declared.changed_in_place + self._changed_before(stack.blocks[0].start)
+        return replace(declared, embedding=embedding, changed_in_place=changed), final
+
+    def _with_pooled_norm(self, stack: Stack, pooled: Pool) -> Stack:
+        """Return the stack with the pooled vector's norm, if it has one, as its final norm."""
+        if pooled.norm is None:
+            return stack
+        norm = Norm(self.relative(pooled.norm.path), pooled.norm.kind)
+        return replace(stack, final_norm=norm, collapse=pooled.positions)
+
+    def _pooled_readout(self, pooled: Pool) -> Readout:
+        """Return the readout of the pooled vector."""
+        path = ""
+        if pooled.unembed is not None:
+            path = relative(pooled.unembed.path, self.core)
+        return Readout(path, pooled=None if pooled.norm else pooled.positions)
+
+    def _mark_positions_first(
+        self, stacks: Sequence[FoundStack], declared: list[Stack], unembed: ModuleCall | None
+    ) -> None:
+        """Declare where the tensors of stacks have positions before the batch."""
+        for i, stack in enumerate(stacks):
+            if not stack.positions_first:
+                continue
+            tokens = declared[i].embedding.tokens
+            begins = bool(tokens) and self._is_positions_first(join(self.base, tokens))
+            ends = False
+            if unembed is not None and stack is stacks[-1]:
+                ends = self._is_positions_first(unembed.path)
+            declared[i] = replace(declared[i], stream_view=PositionsFirst(begins, ends))
+
     def _is_positions_first(self, path: str) -> bool:
-        """Whether a module outside of the blocks puts out positions before the batch."""
+        """Tell whether the output of a module outside the blocks has positions before the batch."""
         calls = self.recording.of(path)
-        return bool(calls) and self.recording.turned(calls[0].returned.value)
+        if not bool(calls):
+            return False
+        return self.recording.turned(calls[0].value)
 
     def _lists_of_blocks(self) -> list[FoundStack]:
-        """The lists of blocks that a stream runs through: one, or an encoder's and a decoder's.
+        """Return the lists of blocks with a residual stream: one, or an encoder's and a decoder's.
 
         Raises:
-            NotFound: there are none, or several that are not these.
+            NotFound: there are none, or several that are not an encoder and a decoder.
         """
         stacks, reason = find_stacks(self.model, self.recording)
         if not stacks and (cycles := find_cycles(self.model, self.recording)):
             stacks = [cycles]
-        more_than_text = any(x.is_floating_point() for x in self.given.values())
-        if more_than_text and (self.main is None or ("decoder_input_ids" in self.given and len(stacks) != 2)):
-            # Not towers of images, nor an encoder of another kind than text's: the decoder alone.
-            stacks = [each for each in stacks if each.stream.value.shape[1] in self.recording.lengths]
+        decodes = "decoder_input_ids" in self.inputs
+        more_than_text = any(x.is_floating_point() for x in self.inputs.values())
+        if more_than_text and (self.main is None or (decodes and len(stacks) != 2)):
+            # Keep only stacks over text: no image towers, no encoder of another modality.
+            stacks = [stack for stack in stacks if self._is_over_text(stack)]
         if not stacks:
-            raise NotFound(reason or "no list of blocks is run through by a stream of the tokens' positions")
-        if self.main is not None and len(stacks) == 1 and stacks[0].stream.value.shape[1] in self.recording.lengths:
+            raise NotFound(reason or "no list of blocks has a stream with the tokens' positions")
+        if len(stacks) == 1 and self._is_over_text(stacks[0]):
             self.main = None
-        if self.recording.pos < 0:  # it was not given them as tokens
+        if self.recording.pos < 0:  # the inputs are not tokens
             self.recording.pos = stacks[0].stream.value.shape[1]
-        two = len(stacks) == 2 and bool(getattr(config_of(self.model), "is_encoder_decoder", False))
-        if len(stacks) > 1 and not two:
-            raise NotFound(f"it has {len(stacks)} lists of blocks ({', '.join(stack.path for stack in stacks)})")
-        return [with_streams(each, self.recording) for each in stacks]
+        is_encoder_decoder = bool(getattr(config_of(self.model), "is_encoder_decoder", False))
+        if len(stacks) > 1 and not (len(stacks) == 2 and is_encoder_decoder):
+            paths = ", ".join(stack.path for stack in stacks)
+            raise NotFound(f"it has {len(stacks)} lists of blocks ({paths})")
+        return [with_streams(stack, self.recording) for stack in stacks]
 
-    def _embedding(self, found: FoundStack, missing: dict[str, str]) -> Embedding:
-        """What the first stream begins with; what cannot be found of it is noted, by hook name.
+    def _is_over_text(self, stack: FoundStack) -> bool:
+        """Tell whether a stack has as many positions as a text of the inputs."""
+        return stack.stream.value.shape[1] in self.recording.lengths
+
+    def _embedding(self, stack: FoundStack) -> Embedding:
+        """Return the embedding of the first stream; missing facts are recorded by hook name.
 
         Raises:
-            NotFound: the model reads tokens, and no embedding of them ran.
+            NotFound: the model reads tokens, but no token embedding ran.
         """
+        first = first_of(stack)
         if self.main is not None:
-            return find_patches(self.recording, first_of(found))
-        text = text_places(self.model, self.given, found.blocks[0].module, found.stream.value)
-        embedding = find_embedding(self.model, self.recording, first_of(found), missing, text=text)
+            return find_patches(self.recording, first)
+        block = stack.blocks[0].module
+        stream = stack.stream.value
+        text = text_places(self.model, self.inputs, block, stream)
+        missing: dict[str, str] = {}
+        embedding = find_embedding(self.model, self.recording, first, missing, text=text)
         if embedding is None:
             raise NotFound("no token embedding ran")
-        return taken_as(embedding, self.model, self.given, first_of(found))
+        self.not_offered |= missing
+        if missing:
+            self.unknown["embedding"] = "; ".join(missing.values())
+        return taken_as(embedding, self.model, self.inputs, first)
 
     def _logits(
-        self, found: FoundStack, stack: Stack, last_norm: Norm | None, unembed: ModuleCall
+        self, stack: FoundStack, declared: Stack, last_norm: Norm | None, unembed: ModuleCall
     ) -> tuple[Stack, tuple[Head, ...], Readout]:
-        """What stands between the last stream and the logits, and the list of blocks with its final norm."""
-        last, _ = collapse(self.recording, found)
-        on_stream = bool(stack.block.steps and stack.block.steps[-1].stream_norm)
-        if found.positions_first and unembed.entered and not self.recording.turned(unembed.entered.value):
+        """Return the list of blocks with its final norm, and the heads and readout between the last
+        stream and the logits.
+        """
+        end = stack.blocks[-1].end
+        x = unembed.entered_value
+        last, _ = collapse(self.recording, stack)
+        if stack.positions_first and x is not None and not self.recording.turned(x):
             last = last.transposed()
+        on_stream = _ends_in_norm(declared.block)
         normed, function = what_is_read(self.recording, unembed, last.value, last_norm, on_stream)
-        factor = None if unembed.entered is None else factor_between(normed, unembed.entered.value)
-        between = factor is None and unembed.entered
-        head = find_head(self.recording, self.core, unembed, found.blocks[-1].end) if between else None
-        readout, unknown = find_readout(self.model, self.core, self.given, unembed, 1.0 if head else factor)
+        if function is not None:
+            declared = replace(declared, final_norm=function)
+        factor = None if x is None else factor_between(normed, x)
+        heads: tuple[Head, ...] = ()
+        if x is not None and factor is None:
+            head = find_head(self.recording, self.core, unembed, end)
+            if head is not None:
+                heads = (head,)
+                factor = 1.0
+        core = self.model.get_submodule(self.core)
+        path = relative(unembed.path, self.core)
+        readout, unknown = find_readout(self.recording, core, path, unembed, factor)
         if unknown:
-            self.unknown["readout"] = self.not_offered["logits of the stream"] = unknown
+            self.unknown["readout"] = unknown
+            self.not_offered["logits of the stream"] = unknown
         else:
-            self.not_offered.pop("ln_final", None)  # it is known what the output layer reads
-        return stack if function is None else replace(stack, final_norm=function), (head,) if head else (), readout
+            self.not_offered.pop("ln_final", None)  # the output layer's input is known
+        return declared, heads, readout
 
-    def _pooled(self, found: FoundStack, final: Norm | None) -> Pool | None:
-        """The one vector of each image, or sound, that the output layer reads behind the last block."""
-        (last, _), after = collapse(self.recording, found), found.blocks[-1].end
-        pooled = find_pool(self.recording, last, final, after, returned_by(self.model, self.given))
+    def _pooled(self, stack: FoundStack, final: Norm | None) -> Pool | None:
+        """Return the pooling of images or sound that the output layer reads after the last block,
+        or None.
+        """
+        if self.main is None:
+            return None
+        last, _ = collapse(self.recording, stack)
+        logits = returned_by(self.model, self.inputs)
+        pooled = find_pool(self.recording, last, final, stack.blocks[-1].end, logits)
         if pooled is None:
             return None
-        self.not_offered.pop("ln_final", None)  # it is known what is read
-        return pooled if pooled.unembed else None  # else the model returns it besides the last stream
+        self.not_offered.pop("ln_final", None)  # the pooled input is known
+        # Without an output layer, the model returns the vector next to the last stream.
+        return pooled if pooled.unembed else None
 
-    def _stack(self, found: FoundStack, name: str) -> tuple[Stack, Norm | None]:
-        """A list of blocks, and its final norm with its path from the model."""
+    def _stack(self, stack: FoundStack, name: str) -> tuple[Stack, Norm | None]:
+        """Return the declaration of a list of blocks, and its final norm with its path from the
+        model.
+        """
         self.facts.table = None
         self.changed.clear()
         self.attentions.clear()
-        for call in found.blocks:
+        for call in stack.blocks:
             number_calls(call, self.recording)
-        blocks = [self._block(found, index, name) for index in range(found.length)]
-        blocks = all_rotated(alike(blocks, found.members, self.not_offered, name))
+        blocks = [self._block(stack, index, name) for index in range(stack.length)]
+        blocks = all_rotated(alike(blocks, stack.members, self.not_offered, name))
         usual = Counter(map(repr, blocks)).most_common(1)[0][0]
-        block = next(each for each in blocks if repr(each) == usual)
-        layers = {i: each for i, each in enumerate(blocks) if each != block}
-        last, path = collapse(self.recording, found)
-        final, factor = find_final_norm(self.recording, last, found.blocks[-1].end)
-        if final is None and found.positions_first:
-            final, factor = find_final_norm(self.recording, last.transposed(), found.blocks[-1].end)
-        if final is None and not (blocks[-1].steps and blocks[-1].steps[-1].stream_norm):
-            what = "ln_final" if name == "blocks" else f"{name}_final_ln"
-            self.not_offered[what] = "no norm that is known reads the last stream"
-        several = None if found.n_streams is None else SeveralStreams(found.n_streams)
-        stack = Stack(
-            self.relative(found.path),
+        block = next(block for block in blocks if repr(block) == usual)
+        layers = {index: other for index, other in enumerate(blocks) if other != block}
+        last, collapsed_by = collapse(self.recording, stack)
+        final, factor = self._final_norm(stack, last)
+        if final is None and not _ends_in_norm(blocks[-1]):
+            point = "ln_final" if name == "blocks" else f"{name}_final_ln"
+            self.not_offered[point] = "no norm that is known reads the last stream"
+        changed = tuple((join("*", path), border) for path, border in self.changed)
+        declared = Stack(
+            self.relative(stack.path),
             block,
             layers,
             final_norm=final and Norm(self.relative(final.path), final.kind),
             name=name,
-            members=found.members,
-            output=(found.outputs[0].key, found.blocks[0].n_left),
-            block_inputs=self._block_inputs(found, factor),
-            stream_view=PositionsFirst() if found.positions_first else several,
-            collapse=path and self.relative(path),
-            changed_in_place=tuple((join("*", at), which) for at, which in self.changed),
+            members=stack.members,
+            output=(stack.outputs[0].key, stack.blocks[0].n_outputs),
+            block_inputs=self._block_inputs(stack, factor),
+            stream_view=_stream_view(stack),
+            collapse=collapsed_by and self.relative(collapsed_by),
+            changed_in_place=changed,
         )
-        return stack, final
+        return declared, final
 
-    def _decoder(self, found: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
-        """The list of blocks that runs behind the encoder's, with the embeddings that make its first stream."""
-        stack, final = self._stack(found, "decoder")
+    def _final_norm(self, stack: FoundStack, last: BorderTensor) -> tuple[Norm | None, float]:
+        """Return the norm that reads the last stream, and the stream's factor before it."""
+        end = stack.blocks[-1].end
+        final, factor = find_final_norm(self.recording, last, end)
+        if final is None and stack.positions_first:
+            return find_final_norm(self.recording, last.transposed(), end)
+        return final, factor
+
+    def _decoder(self, stack: FoundStack, encoder: FoundStack) -> tuple[Stack, Norm | None]:
+        """Return the declaration of the decoder's list of blocks, with the embedding of its first
+        stream, and its final norm.
+        """
+        declared, final = self._stack(stack, "decoder")
         missing: dict[str, str] = {}
-        embedding = find_embedding(self.model, self.recording, found.blocks[0], missing, encoder.blocks[-1].end)
+        since = encoder.blocks[-1].end
+        embedding = find_embedding(self.model, self.recording, stack.blocks[0], missing, since)
         if embedding is None:
-            self.not_offered["decoder_embed"] = "no token embedding ran between the encoder and the decoder"
-            return stack, final
-        for what, why in missing.items():
-            self.not_offered[f"decoder_{what.removeprefix('hook_')}"] = why
-        return replace(stack, embedding=embedding.moved(self.relative)), final
+            self.not_offered["decoder_embed"] = (
+                "no token embedding ran between the encoder and the decoder"
+            )
+            return declared, final
+        for point, why in missing.items():
+            self.not_offered[f"decoder_{point.removeprefix('hook_')}"] = why
+        return replace(declared, embedding=embedding.moved(self.relative)), final
 
-    def _block_inputs(self, found: FoundStack, last: float) -> dict[int, Terms]:
-        """What blocks are given that is not what left the one before.
+    def _block_inputs(self, stack: FoundStack, last: float) -> dict[int, Terms]:
+        """Return the inputs of blocks that differ from the previous block's output.
 
         Args:
-            found: the blocks.
-            last: what the stream is multiplied with behind the last.
+            stack: the blocks.
+            last: the factor of the stream after the last block.
         """
-        factors = found.rescaled if last == 1 else {**found.rescaled, found.length: last}
-        inputs: dict[int, Terms] = {i: (("", factor),) for i, factor in factors.items()}
-        summed = {i: tuple((self.relative(path), w) for path, w in each) for i, each in found.block_inputs.items()}
-        return inputs | summed
+        inputs: dict[int, Terms] = {}
+        for index, factor in stack.rescaled.items():
+            inputs[index] = (("", factor),)
+        if last != 1:
+            inputs[stack.length] = (("", last),)
+        for index, terms in stack.block_inputs.items():
+            inputs[index] = tuple((self.relative(path), factor) for path, factor in terms)
+        return inputs
 
     def _changed_before(self, start: int) -> tuple[tuple[str, Border], ...]:
-        """What the model writes over, at the borders of the modules that run before the blocks."""
-        before = [call for call in self.recording.calls if -1 < call.end <= start and call.changed]
-        return tuple((self.relative(call.path), which) for call in before for which in call.changed)
+        """Return the module borders before the blocks whose tensors the model
+        overwrites in place.
+        """
+        borders: list[tuple[str, Border]] = []
+        for call in self.recording.before(start):
+            borders += [(self.relative(call.path), border) for border in call.changed]
+        return tuple(borders)
 
     def _block(self, stack: FoundStack, index: int, name: str) -> Block:
-        """One block, without steps where it cannot be declared."""
+        """Return the declaration of one block, without steps if it cannot be declared."""
         try:
             return self._with_steps(stack, index, name)
         except NotFound as why:
@@ -347,10 +471,11 @@ class _Inference:
             return Block(())
 
     def _with_steps(self, stack: FoundStack, index: int, name: str) -> Block:
-        """One block. What is not found out about it is noted by the name of the hook point that it costs.
+        """Return the declaration of one block. If a fact is missing, record which hook point
+        becomes unavailable, and why.
 
         Raises:
-            NotFound: what its steps are is not known, or something of them stands outside of it.
+            NotFound: its steps are unknown, or a module of them is outside the block.
         """
         if index not in stack.indices:
             self.not_offered[f"{name}.{index}"] = "it does not run with text alone"
@@ -359,159 +484,243 @@ class _Inference:
         place = stack.indices.index(index)
         call = stack.blocks[place]
         inside = self.recording.between(call.start, call.end)
-        norms = with_gated(inside, {each: kind for each in inside if (kind := norm_kind(each)) is not None})
-        several, prefix, given = stack.n_streams, f"{name}.{index}", (call, stack.outputs[place], self.recording, norms)
-        found = Sums(*given) if several is None else Mixed(*given, several)
-        if not found.find():
-            raise NotFound("what leaves the block is not what enters it and what its modules put out")
+        norms = with_gated(inside, _norms_of(inside))
+        parts = self._parts(stack, place, norms)
+        steps, notes = self._steps(parts, call, norms, index)
+        self.changed |= dict.fromkeys(_changed(call, inside))
+        ends = stack.ends[place] if stack.ends else None
+        block = Block(tuple(steps), ends, norm=_norm(parts.norm, norms, call))
+        for named, note in zip(block.named, notes, strict=True):
+            self._leave_out(f"{name}.{index}", named, note)
+        return block
+
+    def _steps(
+        self, parts: Parts, block: ModuleCall, norms: Norms, index: int
+    ) -> tuple[list[Step], list[dict[str, str]]]:
+        """Return the steps of a block, and for each the reasons for missing facts by subject."""
         steps: list[Step] = []
         notes: list[dict[str, str]] = []
         firsts: list[int] = []
-        for total in found.sums:
+        for total in parts.sums:
             firsts.append(len(steps))
-            for nth, (term, part) in enumerate(zip(total.terms, found.of_sum(total), strict=True)):
-                note, earlier = dict(part.missing), found.reads(term, total)
-                parallel_to = firsts[-1 if earlier is None else earlier] if nth else None
-                step = _step(self._part(part, norms, call, note, index), part, total, term, norms, call)
-                steps.append(replace(step, parallel_to=parallel_to))
+            for term, part in zip(total.terms, parts.of_sum(total), strict=True):
+                note = dict(part.missing)
+                declared = self._part(part, norms, block, note, index)
+                step = _step(declared, part, total, term, norms, block)
+                if len(steps) > firsts[-1]:
+                    earlier = parts.reads(term, total)
+                    nth_sum = -1 if earlier is None else earlier
+                    step = replace(step, parallel_to=firsts[nth_sum])
+                steps.append(step)
                 notes.append(note)
-        ends = stack.ends[place] if stack.ends else None
-        self.changed |= dict.fromkeys(_changed(call, inside))
-        block = Block(tuple(steps), ends, norm=_norm(found.norm, norms, call))
-        for named, note in zip(block.named, notes, strict=True):
-            self._leave_out(prefix, named, note)
-        return block
+        return steps, notes
+
+    def _parts(self, stack: FoundStack, place: int, norms: Norms) -> Parts:
+        """Return the parts of a block.
+
+        Raises:
+            NotFound: the block's output is not the sum of its input and its parts' outputs.
+        """
+        call = stack.blocks[place]
+        output = stack.outputs[place]
+        parts: Parts
+        if stack.n_streams is None:
+            parts = Sums(call, output, self.recording, norms)
+        else:
+            parts = Mixed(call, output, self.recording, norms, stack.n_streams)
+        if not parts.find():
+            raise NotFound(
+                "what leaves the block is not the sum of its input and its modules' outputs"
+            )
+        return parts
 
     def _leave_out(self, prefix: str, named: NamedStep, note: Mapping[str, str]) -> None:
-        """Notes the hook points of a step that what was not found out about it costs."""
+        """Record which hook points of a step are unavailable because of missing facts."""
         own = f"{prefix}.hook_{named.name}_in"
         if named.through_one and not named.leads:
-            self.not_offered[own] = f"one layer reads it for {named.name} and {' and '.join(named.shared)}"
-        for what, why in note.items():
-            if what == "entry":
+            shared = " and ".join(named.shared)
+            self.not_offered[own] = f"one layer reads it for {named.name} and {shared}"
+        names = {
+            "pre": named.norm,
+            "inside": named.name,
+            "attn": named.name.replace("mixer", "attn"),
+        }
+        for fact, why in note.items():
+            if fact == "entry":
                 self.not_offered[own] = why
                 if named.first and named.before.startswith("hook_resid_mid"):
                     self.not_offered[f"{prefix}.{named.before}"] = why
             else:
-                of = {"pre": named.norm, "inside": named.name, "attn": named.name.replace("mixer", "attn")}
-                first, dot, rest = what.partition(".")
-                self.not_offered[f"{prefix}.{of.get(first, first)}{dot}{rest}"] = why
+                part, dot, rest = fact.partition(".")
+                self.not_offered[f"{prefix}.{names.get(part, part)}{dot}{rest}"] = why
 
-    def _part(self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str], index: int) -> Part:
-        """What a part is, as far as it can be said; `NotFound` where nothing says which names it has."""
-        attends = [s for s in part.softmaxes if s.scores.ndim in (3, 4) and s.scores.shape[-2] > 1]
+    def _part(
+        self, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str], index: int
+    ) -> Part:
+        """Return the declaration of a part, as complete as possible; raise `NotFound` if its kind,
+        which decides its hook names, is unknown.
+        """
+        scores = [softmax.scores for softmax in part.softmaxes]
+        attends = any(x.ndim in (3, 4) and x.shape[-2] > 1 for x in scores)
         mixes = self._mixes(part)
-        if behind := self._mixer_behind(part, attends):  # what it adds is no attention's
-            part.missing["entry"] = note["entry"] = f"{behind.out.path} and an attention before it read the stream"
-            note["attn"] = f"what it makes is not added to the stream: {behind.out.path} reads it"
-            return self._with_attention(self._mixer(behind, norms, block, note), part, norms, block, note)
+        if attends and (behind := self._mixer_behind(part)):
+            # The addend is not an attention's.
+            path = behind.out.path
+            part.missing["entry"] = f"{path} and an attention before it read the stream"
+            note["entry"] = part.missing["entry"]
+            note["attn"] = f"its output is not added to the stream: {path} reads it"
+            mixer = self._mixer(behind, norms, block, note)
+            return self._with_attention(mixer, part, norms, block, note)
         try:
             if attends and mixes is not False:
                 return self._attention(part, norms, block, index)
             if mixes:
                 return self._mixer(part, norms, block, note)
-            if experts := experts_of(part, self.recording):
-                return self._mixture(FoundMixture(part, self.recording, block.path, experts, self.config))
-            if modules := list_of_experts(part, self.recording):
-                return self._mixture(FoundExpertModules(part, self.recording, block.path, modules, self.config))
-            return self._mlp(part, norms, block)
+            return self._mixture(part, block) or self._mlp(part, norms, block)
         except NotFound as why:
             if not attends or mixes is False:
                 note["inside"] = str(why)
                 return self._mixer(part, norms, block, note, "mlp")
             note["attn"] = str(why)
-            return self._with_attention(self._mixer(part, norms, block, note, "attn"), part, norms, block, note)
+            mixer = self._mixer(part, norms, block, note, "attn")
+            return self._with_attention(mixer, part, norms, block, note)
 
     def _mixes(self, part: FoundPart) -> bool | None:
-        """Whether a part mixes positions; None where it cannot be told."""
+        """Tell whether a part mixes positions; None if unknown."""
         positions = 0 if self.recording.turned(part.added.live) else 1
-        return mixes_positions(part, positions, partial(rerun, self.model, self.given, positions))
+        return mixes_positions(part, positions, partial(rerun, self.model, self.inputs, positions))
 
-    def _mixer_behind(self, part: FoundPart, attends: Sequence[Softmax]) -> FoundPart | None:
-        """What adds to the stream, where that mixes positions itself, behind all softmaxes of its part (Zamba 2)."""
+    def _mixer_behind(self, part: FoundPart) -> FoundPart | None:
+        """Return the module that adds to the stream as a part of its own, if it mixes positions
+        after all softmaxes of the part (Zamba 2).
+        """
         last = part.out
-        if not attends or last.is_leaf or any(last.start < each.time < last.end for each in attends):
+        if last.is_leaf:
+            return None
+        if any(last.start < softmax.time < last.end for softmax in part.softmaxes):
             return None
         alone = replace(part, owner=last, softmaxes=[])
         return alone if self._mixes(alone) else None
 
     def _attention(self, part: FoundPart, norms: Norms, block: ModuleCall, index: int) -> Attention:
-        # A copy: in a circle with those that hold it, the whole run would stay there.
-        found = FoundAttention(part, self.recording, norms, block, dict(self.attentions))
-        declared = self.facts.add_attention(found, with_values(found, found.declare()))
-        found.declared = replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms))
-        if found.keys_of is None:
-            self.attentions[index] = found
-        return found.declared
+        # Copy the dict to avoid a reference cycle that would keep the recording alive.
+        attention = FoundAttention(part, self.recording, norms, block, dict(self.attentions))
+        declared = with_values(attention, attention.declare())
+        declared = self.facts.add_attention(attention, declared)
+        modules = auxiliary_modules(attention, declared, norms)
+        attention.declared = replace(declared, auxiliary_modules=modules)
+        if attention.keys_of is None:
+            self.attentions[index] = attention
+        return attention.declared
 
     def _with_attention(
         self, mixer: Mixer, part: FoundPart, norms: Norms, block: ModuleCall, note: dict[str, str]
     ) -> Mixer:
-        """A mixer with the attention inside of it, as far as that is known: in full, or where queries and keys meet."""
-        softmaxes = of_attention([s for s in part.softmaxes if s.scores.ndim == 4])
-        softmaxes = [s for s in softmaxes if s.scores.shape[2] == self.recording.pos]
-        around = [c for s in softmaxes for c in self.recording.of(s.path) if c.start < s.time < c.end]
-        if len(softmaxes) != 1 or len(around) != 1 or not is_inside(around[0].path, block.path):
+        """Return a mixer with the attention inside it, as far as known: in full, or only the
+        query-key product.
+        """
+        inside = self._around_softmax(part, block)
+        if inside is None:
             return mixer
-        inside = replace(part, owner=around[0], softmaxes=softmaxes, pre=None)
         try:
             declared, unknown = self._inner(inside, norms, block)
         except NotFound as why:
-            found = FoundAttention(inside, self.recording, norms, block, {}, kernel_alone=True)
+            unknown = str(why)
             try:
-                declared, unknown = self.facts.add_attention(found, found.kernel()), str(why)
-            except NotFound as unseen:
-                note["attn"] += f"; {unseen}"
+                declared = self._kernel(inside, norms, block)
+            except NotFound as not_seen:
+                note["attn"] += f"; {not_seen}"
                 return mixer
         why_not = note.pop("attn")
         if mixer.plays != "attn":
             note["hook_attn_out"] = why_not
-        of = {letter: getattr(declared, letter).path for letter in "qkv"} | {"z": declared.o}
-        why_not = why_not if mixer.plays == "attn" else unknown
-        note |= {f"attn.hook_{letter}": why_not for letter, path in of.items() if not path}
+            why_not = unknown
+        paths = {letter: getattr(declared, letter).path for letter in "qkv"}
+        paths["z"] = declared.o
+        for letter, path in paths.items():
+            if not path:
+                note[f"attn.hook_{letter}"] = why_not
         return replace(mixer, modules=(*mixer.modules, declared))
 
+    def _around_softmax(self, part: FoundPart, block: ModuleCall) -> FoundPart | None:
+        """Return, as a part, the module that computes the part's only softmax over scores; None if
+        there is none.
+        """
+        softmaxes = of_attention([s for s in part.softmaxes if s.scores.ndim == 4])
+        softmaxes = [s for s in softmaxes if s.scores.shape[2] == self.recording.pos]
+        if len(softmaxes) != 1:
+            return None
+        softmax = softmaxes[0]
+        calls = self.recording.of(softmax.path)
+        around = [call for call in calls if call.start < softmax.time < call.end]
+        if len(around) != 1:
+            return None
+        if not is_inside(around[0].path, block.path):
+            return None
+        return replace(part, owner=around[0], softmaxes=softmaxes, pre=None)
+
+    def _kernel(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Attention:
+        """Return the query-key product of an attention inside a mixer."""
+        attention = FoundAttention(part, self.recording, norms, block, {}, kernel_alone=True)
+        return self.facts.add_attention(attention, attention.kernel())
+
     def _inner(self, part: FoundPart, norms: Norms, block: ModuleCall) -> tuple[Attention, str]:
-        """An attention in a mixer; and why its values, and what reads ``pattern @ v``, are not known, if they are not.
+        """Return an attention inside a mixer, and why its values and output projection are unknown;
+        empty if they are known.
 
         Raises:
-            NotFound: what makes queries and keys is not known.
+            NotFound: the projections of queries and keys are unknown.
         """
-        owner, after = part.owner, part.softmaxes[0].time
-        assert owner is not None
-        last = [c for c in self.recording.calls if owner.holds(c) and c.is_linear and c.start > after]
-        if not last:
+        assert part.owner is not None
+        inside = self.recording.inside(part.owner)
+        after = part.softmaxes[0].time
+        linear = [call for call in inside if call.is_linear and call.start > after]
+        if not linear:
             raise NotFound("no linear layer reads what it makes")
-        found, unknown = FoundAttention(replace(part, producer=last[-1]), self.recording, norms, block, {}), ""
+        part = replace(part, producer=linear[-1])
+        attention = FoundAttention(part, self.recording, norms, block, {})
+        unknown = ""
         try:
-            declared = with_values(found, found.declare())
+            declared = with_values(attention, attention.declare())
         except NotFound as why:
-            declared, unknown = found.without_values(), str(why)
-        declared = self.facts.add_attention(found, declared)
-        if unknown and "attn_scale" not in {k for k, v in declared.config_values.items() if v is not None}:
+            unknown = str(why)
+            declared = attention.without_values()
+        declared = self.facts.add_attention(attention, declared)
+        if unknown and declared.own("attn_scale", None) is None:
             raise NotFound("scores are not the product of what these projections make")
-        return replace(declared, auxiliary_modules=auxiliary_modules(found, declared, norms)), unknown
+        modules = auxiliary_modules(attention, declared, norms)
+        return replace(declared, auxiliary_modules=modules), unknown
 
-    def _mixture(self, found: FoundMixture | FoundExpertModules) -> MoE:
-        declared = found.declare()
+    def _mixture(self, part: FoundPart, block: ModuleCall) -> MoE | None:
+        """Return the declaration of a mixture of experts; None if the part is not one."""
+        found_in = part, self.recording, block.path
+        mixture: FoundMixture | FoundExpertModules
+        if experts := experts_of(part, self.recording):
+            mixture = FoundMixture(*found_in, experts, self.config)
+        elif modules := list_of_experts(part, self.recording):
+            mixture = FoundExpertModules(*found_in, modules, self.config)
+        else:
+            return None
+        declared = mixture.declare()
         self.facts.add(
-            num_experts=found.num_experts,
-            experts_per_token=found.experts_per_token,
-            d_expert=found.d_expert,
-            gated_mlp=found.gated,
-            d_shared_expert=found.d_shared,
+            num_experts=mixture.num_experts,
+            experts_per_token=mixture.experts_per_token,
+            d_expert=mixture.d_expert,
+            gated_mlp=mixture.gated,
+            d_shared_expert=mixture.d_shared,
         )
-        if found.act_fn:
-            self.facts.add(act_fn=act_fn_name(found.act_fn))
+        if mixture.act_fn:
+            self.facts.add(act_fn=act_fn_name(mixture.act_fn))
         return declared
 
     def _mlp(self, part: FoundPart, norms: Norms, block: ModuleCall) -> Part:
-        said = next((str(each) for each in self.facts.counts.get("act_fn", ()) if each), None)
-        found = FoundMLP(part, block.path, self.config, norms, block.given, said)
-        declared = found.declare()
-        self.facts.add(d_mlp=found.d_mlp)
-        if found.act_fn or not said:
-            self.facts.add(act_fn=act_fn_name(found.act_fn))
+        functions = self.facts.counts.get("act_fn", ())
+        usual = next((str(function) for function in functions if function), None)
+        mlp = FoundMLP(part, block.path, self.config, norms, block.named_tensors, usual)
+        declared = mlp.declare()
+        self.facts.add(d_mlp=mlp.d_mlp)
+        if mlp.act_fn or not usual:
+            self.facts.add(act_fn=act_fn_name(mlp.act_fn))
         return declared
 
     def _mixer(
@@ -522,66 +731,133 @@ class _Inference:
         note: dict[str, str],
         plays: Literal["mixer", "attn", "mlp"] = "mixer",
     ) -> Mixer:
-        """A part of which only what enters and leaves it is said."""
+        """Return the declaration of a part with only its input and output."""
         owner = part.owner or part.producer
         path = relative(owner.path, block.path)
         if plays != "mixer":
             return Mixer(path, plays)
         modules = modules_of(owner, self.recording, norms)
-        if not (modules or functions_of(owner.module)) and any(True for _ in owner.module.parameters()):
-            note["inside"] = "it mixes positions without a softmax, and has no modules that run once"
+        has_inside = bool(modules or functions_of(owner.module))
+        if not has_inside and any(True for _ in owner.module.parameters()):
+            note["inside"] = (
+                "it mixes positions without a softmax, and has no modules that run once"
+            )
         return Mixer(path, modules=modules)
 
 
-def _step(declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall) -> Step:
-    """The residual step of a part, which its block computes one after the other."""
-    post, at = _inside(part.post, block), partial(relative, base=block.path)
-    entry = None if part.entry is None else at(part.entry.path)
-    if isinstance(declared, Mixer):
-        outside = at(part.reader.path) if part.reader and not part.owner else None
-        entry = "" if "entry" in part.missing else outside
+def _norms_of(calls: Sequence[ModuleCall]) -> dict[ModuleCall, NormKind]:
+    """Return the calls that are norms, with what they compute."""
+    norms = {}
+    for call in calls:
+        if kind := norm_kind(call):
+            norms[call] = kind
+    return norms
+
+
+def _ends_in_norm(block: Block) -> bool:
+    """Tell whether a block's last step is a norm on the stream."""
+    return bool(block.steps and block.steps[-1].stream_norm)
+
+
+def _stream_view(stack: FoundStack) -> View | None:
+    """Return the view of a stack's stream, if it is not ``[batch, pos, d_model]``."""
+    if stack.positions_first:
+        return PositionsFirst()
+    if stack.n_streams is None:
+        return None
+    return SeveralStreams(stack.n_streams)
+
+
+def _step(
+    declared: Part, part: FoundPart, total: Sum, term: Addend, norms: Norms, block: ModuleCall
+) -> Step:
+    """Return the residual step of a part."""
+    to_block = partial(relative, base=block.path)
+    stream_norm = None
+    if term is total.terms[-1]:
+        stream_norm = _norm(total.norm, norms, block)
+    if part.pre and stream_norm:
+        raise NotFound(
+            f"{part.pre.path} norms what {part.out.path} reads, and {stream_norm.path} the stream"
+            " behind it: one step has one of them"
+        )
+    chain: tuple[Norm | Affine, ...] = term.transform
+    if post := _inside(part.post, block):
+        chain = (post, *chain)
+    sum_module = None if total.sum_module is None else to_block(total.sum_module.path)
+    out = to_block(part.out.path)
     return Step(
         declared,
         pre=_inside(part.pre, block),
-        result_chain=(*((post,) if post else ()), *term.transform),
-        stream_norm=_norm(total.norm, norms, block) if term is total.terms[-1] else None,
+        result_chain=chain,
+        stream_norm=stream_norm,
         residual_transform=total.residual_transform if term is total.terms[0] else (),
-        residual_sum_module=None if total.sum_module is None else at(total.sum_module.path),
-        mix=total.mix and replace(total.mix, path=at(total.mix.path)),
-        out=None if at(part.out.path) == declared.path else at(part.out.path),
+        residual_sum_module=sum_module,
+        mix=total.mix and replace(total.mix, path=to_block(total.mix.path)),
+        out=None if out == declared.path else out,
         out_element=part.added.key or 0,
-        entry=entry,
+        entry=_entry(declared, part, block),
     )
 
 
+def _entry(declared: Part, part: FoundPart, block: ModuleCall) -> str | None:
+    """Return the path of the module through which a part reads the stream, if that is not the
+    part's own module; empty if there is none.
+    """
+    entry = part.entry
+    if isinstance(declared, Mixer):
+        if "entry" in part.missing:
+            return ""
+        entry = None if part.owner else part.reader
+    if entry is None:
+        return None
+    return relative(entry.path, block.path)
+
+
 def _changed(block: ModuleCall, inside: Sequence[ModuleCall]) -> tuple[tuple[str, Border], ...]:
-    """What the model writes over, at the borders of modules that hook points may stand on: those of the block."""
-    own = [call for call in (block, *inside) if is_inside(call.path, block.path)]
-    return tuple((relative(call.path, block.path), which) for call in own for which in call.changed)
+    """Return the borders inside a block whose tensors the model overwrites in place."""
+    borders: list[tuple[str, Border]] = []
+    for call in (block, *inside):
+        if is_inside(call.path, block.path):
+            path = relative(call.path, block.path)
+            borders += [(path, border) for border in call.changed]
+    return tuple(borders)
 
 
 def _norm(norm: ModuleCall | None, norms: Norms, block: ModuleCall) -> Norm | None:
-    return None if norm is None else Norm(relative(norm.path, block.path), norms[norm])
+    if norm is None:
+        return None
+    return Norm(relative(norm.path, block.path), norms[norm])
 
 
 def _inside(norm: Norm | None, block: ModuleCall) -> Norm | None:
     return norm and Norm(relative(norm.path, block.path), norm.kind)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # An inferred declaration as the source of an adapter's file.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-#: The kinds of norms that have a name.
+#: Norm kinds that have a name.
 _KINDS = {
-    LAYER_NORM: "LAYER_NORM", RMS_NORM: "RMS_NORM", GEMMA_NORM: "GEMMA_NORM", NO_NORM: "NO_NORM",
+    LAYER_NORM: "LAYER_NORM",
+    RMS_NORM: "RMS_NORM",
+    GEMMA_NORM: "GEMMA_NORM",
+    NO_NORM: "NO_NORM",
     OPAQUE_NORM: "OPAQUE_NORM",
-}  # fmt: skip
-#: Where the names in a declaration come from.
+}
+#: The modules from which a declaration's names are imported.
 _MODULES = {
     "adapters.architecture": (
-        "Architecture", "Block", "Embedding", "Head", "Mix", "Readout", "Stack", "Step",
+        "Architecture",
+        "Block",
+        "Embedding",
+        "Head",
+        "Mix",
+        "Readout",
+        "Stack",
+        "Step",
     ),
     "adapters.attention": ("AddedOutput", "Attention", "Gate", "Projection", "SinkGate"),
     "adapters.feed_forward": ("MLP", "MoE"),
@@ -589,39 +865,53 @@ _MODULES = {
     "adapters.norms": ("Norm", "NormKind", *_KINDS.values()),
     "adapters.registry": ("register",),
     "adapters.views": (
-        "Affine", "AlibiScores", "Composed", "FilledScores", "Heads", "HeadsOfBatch", "MaskedScores", "OneHead",
-        "PositionsFirst", "SeveralStreams", "SinkScores", "columns", "gathered", "interleaved",
+        "Affine",
+        "AlibiScores",
+        "Composed",
+        "FilledScores",
+        "Heads",
+        "HeadsOfBatch",
+        "MaskedScores",
+        "OneHead",
+        "PositionsFirst",
+        "SeveralStreams",
+        "SinkScores",
+        "columns",
+        "gathered",
+        "interleaved",
     ),
-}  # fmt: skip
+}
 _WIDTH = 110
 
 
 def source_of(architecture: Architecture, class_name: str, model_name: str) -> str:
-    """The file of an adapter that declares this.
+    """Return the source file of an adapter that declares this architecture.
 
-    Sizes are written as the model has them: a family's adapter takes them from the configuration, and says only what
-    differs from its nearest relative. It is a first draft, and true of this configuration.
+    The source is a first draft for this configuration: it contains the model's sizes as numbers. A
+    family's adapter should read them from the configuration, and declare only the differences from
+    its nearest relative.
 
     Args:
-        architecture: what is declared.
-        class_name: the class that it is registered for, usually the family's ``...PreTrainedModel``.
-        model_name: for the first line.
+        architecture: the architecture.
+        class_name: the class for which it is registered, usually the family's
+            ``...PreTrainedModel``.
+        model_name: the model's name, for the first line.
     """
     constants = _shared_parts(architecture)
     body = _written(architecture, 4, constants)
     lines = [f"{name} = {_written(part, 0, {})}" for part, name in constants.items()]
-    function = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", class_name.removesuffix("PreTrainedModel")).lower()
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", class_name.removesuffix("PreTrainedModel"))
     declared = [
         f'@register("{class_name}")',
-        f"def {function}(config: PreTrainedConfig) -> Architecture:",
+        f"def {words.lower()}(config: PreTrainedConfig) -> Architecture:",
         f"    return {body}",
     ]
     text = "\n".join([*lines, "", "", *declared]) + "\n"
-    imports = [
-        f"from {module} import {', '.join(used)}"
-        for module, names in _MODULES.items()
-        if (used := [name for name in names if re.search(rf"\b{name}\b", text)])
-    ]
+    imports = []
+    for module, names in _MODULES.items():
+        used = [name for name in names if re.search(rf"\b{name}\b", text)]
+        if used:
+            imports.append(f"from {module} import {', '.join(used)}")
     head = [
         f'"""{model_name}."""',
         "",
@@ -633,20 +923,22 @@ def source_of(architecture: Architecture, class_name: str, model_name: str) -> s
 
 
 def _shared_parts(architecture: Architecture) -> dict[Any, str]:
-    """Parts that stand in blocks of several kinds, with a name for each."""
+    """Return the parts that occur in several kinds of blocks, with a name for each."""
     counts: Counter[Any] = Counter()
     for stack in architecture.stacks:
         for block in {id(block): block for block in stack.every_block}.values():
-            counts.update(dict.fromkeys((step.part for step in block.steps if _is_hashable(step.part)), 1))
+            counts.update({step.part for step in block.steps if _is_hashable(step.part)})
     shared = [part for part, count in counts.items() if count > 1]
-    names = Counter(type(part).__name__ for part in shared)
-    seen: Counter[str] = Counter()
-    found = {}
+    totals = Counter(type(part).__name__ for part in shared)
+    numbers: Counter[str] = Counter()
+    names = {}
     for part in shared:
         kind = type(part).__name__
-        seen[kind] += 1
-        found[part] = kind.upper() + (f"_{seen[kind]}" if names[kind] > 1 else "")
-    return found
+        numbers[kind] += 1
+        names[part] = kind.upper()
+        if totals[kind] > 1:
+            names[part] += f"_{numbers[kind]}"
+    return names
 
 
 def _is_hashable(value: object) -> bool:
@@ -658,54 +950,59 @@ def _is_hashable(value: object) -> bool:
 
 
 def _written(value: Any, indent: int, constants: Mapping[Any, str]) -> str:
-    """A value as Python source, in lines that are not too long."""
+    """Return a value as Python source, with long lines wrapped."""
     if _is_hashable(value) and value in constants:
         return constants[value]
     if isinstance(value, NormKind) and value in _KINDS:
         return _KINDS[value]
-    if is_dataclass(value) and not isinstance(value, type):
-        inside = [_argument(field, getattr(value, field.name), indent + 4, constants) for field in fields(value)]
-        return _joined(f"{type(value).__name__}(", [each for each in inside if each], ")", indent)
-    if isinstance(value, Mapping):
-        pairs = (f"{_written(k, 0, {})}: {_written(v, indent + 4, constants)}" for k, v in value.items())
-        return _joined("{", pairs, "}", indent)
-    if isinstance(value, tuple):
-        inside = [_written(each, indent + 4, constants) for each in value]
-        return _joined(
-            "(", [*inside[:-1], inside[-1] + ("," if len(inside) == 1 else "")] if inside else [], ")", indent
-        )
-    if isinstance(value, list):
-        return f"[{', '.join(_written(each, 0, {}) for each in value)}]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
     if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    names = inspect.signature(type(value)).parameters
-    inner = [_written(getattr(value, name), indent + 4, constants) for name in names]
-    return _joined(f"{type(value).__name__}(", inner, ")", indent)
+        is_finite = value is None or math.isfinite(value)
+        return repr(value) if is_finite else f'float("{value}")'
+    if isinstance(value, list):
+        return f"[{', '.join(_written(item, 0, {}) for item in value)}]"
+    write = partial(_written, indent=indent + 4, constants=constants)
+    if isinstance(value, Mapping):
+        pairs = [f"{_written(key, 0, {})}: {write(item)}" for key, item in value.items()]
+        return _joined("{", pairs, "}", indent)
+    if isinstance(value, tuple):
+        items = list(map(write, value))
+        if len(items) == 1:
+            items[0] += ","
+        return _joined("(", items, ")", indent)
+    return _joined(f"{type(value).__name__}(", _arguments(value, write), ")", indent)
 
 
-def _argument(field: Field[Any], value: Any, indent: int, constants: Mapping[Any, str]) -> str:
-    """A field as an argument; "" where it has its default."""
+def _arguments(value: Any, write: Callable[[Any], str]) -> list[str]:
+    """Return the arguments of the call that makes a value."""
+    if not is_dataclass(value):
+        names = inspect.signature(type(value)).parameters
+        return [write(getattr(value, name)) for name in names]
+    arguments = []
+    for each_field in fields(value):
+        if argument := _argument(each_field, getattr(value, each_field.name), write):
+            arguments.append(argument)
+    return arguments
+
+
+def _argument(field: Field[Any], value: Any, write: Callable[[Any], str]) -> str:
+    """Return a field as an argument; "" if it has its default."""
     default = field.default
     if field.default_factory is not MISSING:
         default = field.default_factory()
-    if default is not MISSING and value == default:
+    if default is MISSING and field.name in ("name", "path", "kind", "part", "steps"):
+        return write(value)
+    if value == default:
         return ""
-    text = _written(value, indent, constants)
-    return (
-        text
-        if field.name in ("name", "path", "kind", "part", "steps") and default is MISSING
-        else f"{field.name}={text}"
-    )
+    return f"{field.name}={write(value)}"
 
 
-def _joined(start: str, inside: Iterable[str], end: str, indent: int) -> str:
-    inside = list(inside)
-    line = f"{start}{', '.join(inside)}{end}"
+def _joined(start: str, items: Sequence[str], end: str, indent: int) -> str:
+    """Return items in brackets, one per line if they do not fit on one line."""
+    line = f"{start}{', '.join(items)}{end}"
     if len(line) + indent <= _WIDTH and "\n" not in line:
         return line
-    pad = " " * (indent + 4)
-    return f"{start}\n" + "".join(f"{pad}{each.rstrip(',')},\n" for each in inside) + " " * indent + end
+    pad = " " * indent
+    lines = [f"{pad}    {item.rstrip(',')},\n" for item in items]
+    return f"{start}\n{''.join(lines)}{pad}{end}"

@@ -1,478 +1,593 @@
-"""What the layers of a recorded model say of all of it: the fields of `ModelConfig`."""
+"""Infer the fields of `ModelConfig` from the layers of a recorded model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adapters.architecture import Block, Part, Stack, Step
-from adapters.attention import Attention, Projection, per_head
+from adapters.attention import Attention, Projection, per_head, scores_of
 from adapters.automatic.attention import FoundAttention
 from adapters.automatic.blocks import FoundStack
-from adapters.automatic.ends import capped_between
-from adapters.automatic.norms import relative
+from adapters.automatic.norms import relative, rounded
 from adapters.config import config_of, first, rotary_values
 from adapters.feed_forward import MLP
 from adapters.imports import rotation_of
 from adapters.mixers import Mixer
-from adapters.observe.gradients import by_position, gradient_of
+from adapters.observe.gradients import gradient_of, zero_sum_weights
 from adapters.observe.observe import ModuleCall, NotFound, Recording
-from adapters.observe.recognised import FITTED, ROUNDED_TABLE, agree, factor_of, tolerance, worked_out
+from adapters.observe.operations import between
+from adapters.observe.recognised import (
+    FITTED,
+    ROUNDED_TABLE,
+    agree,
+    factor_of,
+    worked_out,
+)
 from adapters.points import token_embedding
-from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, MaskedScores, SinkScores, View
+from adapters.views import (
+    AlibiScores,
+    Composed,
+    FilledScores,
+    HeadsOfBatch,
+    MaskedScores,
+    SinkScores,
+    View,
+)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is measured of a recorded attention: rotation, scale, soft cap, window, position bias.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Rotation of queries and keys, and the window of a recorded attention.
+# --------------------------------------------------------------------------------------------------
 
 
-#: A filler is this many times below the lowest score: half of it is then below those of a run in which scores are five
-#: times as large.
-_FAR_BELOW = 10
-#: To how much an angle is told, relatively.
-_TOLD_BY_AN_ANGLE = 3e-6
+#: Relative precision of a measured angle.
+_ANGLE_PRECISION = 3e-6
 
 
 def window(attention: FoundAttention) -> int | None:
-    """How far back it looks at most; None where the last query sees the first key."""
-    seen = (attention.softmax.pattern[:, :, -1, : attention.query_pos] > 0).any(0).any(0)
-    return None if bool(seen[0]) else attention.query_pos - int(seen.nonzero()[0])
+    """Return the attention's window size; None if the last query sees the first key."""
+    last_row = attention.softmax.pattern[:, :, -1, : attention.query_pos]
+    visible = (last_row > 0).any(0).any(0)
+    if bool(visible[0]):
+        return None
+    return attention.query_pos - int(visible.nonzero()[0])
 
 
-def rotated_dimensions(attention: FoundAttention) -> tuple[int, bool, bool] | None:
-    """How many of each head's first columns are rotated, whether neighbours turn together, whether that is exact.
-
-    None where that is not what changes: other columns than the first, or in other pairs.
+def _around_rotation(attention: FoundAttention) -> tuple[Tensor, Tensor] | None:
+    """Return queries before and after their rotation, ``[batch, pos, head, d_head]``; None if they
+    were not recorded, or if the rotation changes their shape.
     """
     query = attention.turned("q")
     if query is None:
         return None
-    before, after = attention.normed("q").double(), query.transpose(1, 2).double()
-    if before.shape != after.shape:
-        return None
-    # What is not rotated passes as it is; a slow rotation shows in the last digits.
-    plain = torch.equal(before[:, 0], after[:, 0])
-    after = after if plain else after * float(before[:, 0].norm() / after[:, 0].norm())
-    close = worked_out(attention.softmax.scores) * float(before.abs().max())
-    least = 0.0 if plain else close
-    changed = ((before - after).abs().amax((0, 1, 2)) > least).nonzero().flatten().tolist()
-    if not changed:
-        return None
-    for dim in range(changed[-1] + 1 + (changed[-1] + 1) % 2, before.shape[-1] + 1, 2):
-        for adjacent in (False, True):
-            pairs = [x[..., :dim].unflatten(-1, (-1, 2) if adjacent else (2, -1)) for x in (before, after)]
-            sizes = [pair.norm(dim=-1 if adjacent else -2) for pair in pairs]
-            if bool(((sizes[0] - sizes[1]).abs() <= close + ROUNDED_TABLE * sizes[0]).all()):
-                return dim, adjacent, plain
+    before = attention.normed("q").double()
+    after = query.transpose(1, 2).double()
+    if before.shape == after.shape:
+        return (before, after)
     return None
 
 
-def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | None:
-    """The base of the angles, from how far the second pair of columns turns from the first position to the next."""
-    query = attention.turned("q")
-    if query is None or dim < 4:
+def rotated_dimensions(attention: FoundAttention) -> tuple[int, bool, bool] | None:
+    """Return the number of leading columns that are rotated in each head, whether adjacent columns
+    form pairs, and whether the result is exact.
+
+    None if later columns change too, or if columns form other pairs.
+    """
+    queries = _around_rotation(attention)
+    if queries is None:
         return None
-    x, y = attention.normed("q").double(), query.transpose(1, 2).double()
-    first, second = (2, 3) if adjacent else (1, 1 + dim // 2)
-    turn = torch.complex(x[..., first], -x[..., second]) * torch.complex(y[..., first], y[..., second])
+    before, after = queries
+    # Columns that are not rotated pass unchanged; a slow rotation shows in the last digits.
+    is_exact = torch.equal(before[:, 0], after[:, 0])
+    if not is_exact:
+        after = after * float(before[:, 0].norm() / after[:, 0].norm())
+    close = worked_out(attention.softmax.scores) * float(before.abs().max())
+    change = (before - after).abs().amax((0, 1, 2))
+    changed = (change > (0.0 if is_exact else close)).nonzero()
+    if not len(changed):
+        return None
+    smallest_even = int(changed[-1]) // 2 * 2 + 2
+    for dim in range(smallest_even, before.shape[-1] + 1, 2):
+        for adjacent in (False, True):
+            size_before = _pair_norms(before[..., :dim], adjacent)
+            size_after = _pair_norms(after[..., :dim], adjacent)
+            bound = close + ROUNDED_TABLE * size_before
+            if bool(((size_before - size_after).abs() <= bound).all()):
+                return dim, adjacent, is_exact
+    return None
+
+
+def _pair_norms(x: Tensor, adjacent: bool) -> Tensor:
+    """Return the norm of each pair of columns: adjacent ones, or one of each half."""
+    if adjacent:
+        return x.unflatten(-1, (-1, 2)).norm(dim=-1)
+    return x.unflatten(-1, (2, -1)).norm(dim=-2)
+
+
+def rotary_base(attention: FoundAttention, dim: int, adjacent: bool) -> float | None:
+    """Return the rotary base, measured as the angle by which the second pair of columns turns from
+    the first position to the next.
+    """
+    queries = _around_rotation(attention)
+    if queries is None or dim < 4:
+        return None
+    before, after = queries
+    real, imaginary = (2, 3) if adjacent else (1, 1 + dim // 2)
+    conjugate = torch.complex(before[..., real], -before[..., imaginary])
+    turn = torch.complex(after[..., real], after[..., imaginary]) * conjugate
     steps = turn[:, 1:].sum((0, 2)) * turn[:, :-1].sum((0, 2)).conj()
-    if bool(((steps / steps.abs() - (steps / steps.abs())[:1]).abs() > 0.1).any()):
-        return None  # a position is not one number, as in a grid of patches
-    turned = (turn[:, 1] * turn[:, 0].conj()).angle().abs()  # the first may be turned already (PaliGemma)
-    angle = float(turned.median())
-    if angle <= 0 or bool(((turned - angle).abs() > FITTED * angle).any()):
+    directions = steps / steps.abs()
+    if bool(((directions - directions[:1]).abs() > 0.1).any()):
+        return None  # a position has several coordinates, as in a grid of patches
+    # The first position may be rotated already (PaliGemma).
+    angles = (turn[:, 1] * turn[:, 0].conj()).angle().abs()
+    angle = float(angles.median())
+    if angle <= 0:
+        return None
+    if bool(((angles - angle).abs() > FITTED * angle).any()):
         return None
     base = angle ** (-dim / 2)
-    plain = float(f"{base:.4g}")  # a round number, as far as an angle in float32 tells
-    return plain if abs(plain / base - 1) <= _TOLD_BY_AN_ANGLE * dim / 2 else base
+    short = float(f"{base:.4g}")  # a round number, if it is within the precision of a float32 angle
+    if abs(short / base - 1) <= _ANGLE_PRECISION * dim / 2:
+        return short
+    return base
 
 
-def soft_cap(attention: FoundAttention, said: float | None) -> float:
-    """The soft cap of the scores: the one that the configuration says, where the scores are so; -1 where not."""
-    met = attention.met()
-    if not said or met is None:
-        return -1.0
-    seen = met.seen & (met.scores.abs() < said)
-    capped, plain, product = said * (met.scores[seen] / said).atanh(), met.scores[seen], met.product[seen]
-
-    def left(x: Tensor) -> float:
-        return float((x - product * (x @ product / (product @ product))).norm() / x.norm())
-
-    return said if left(capped) < tolerance(attention.softmax.scores) or left(capped) < 0.1 * left(plain) else -1.0
+# --------------------------------------------------------------------------------------------------
+# Scores of a recorded attention: the soft cap, the scale of the query-key products, other terms.
+# --------------------------------------------------------------------------------------------------
 
 
-def cap_that_is_not_said(attention: FoundAttention) -> tuple[float, float] | None:
-    """What the product is divided by, and the soft cap behind that, of scores that the two explain; None of others."""
-    met = attention.met()
-    if met is None:
-        return None
-    both = capped_between(met.product[met.seen].to(attention.softmax.scores.dtype), met.scores[met.seen])
-    if both is None:
-        return None
-    usual, divided = attention.normed("q").shape[-1] ** 0.5, 1 / both[0]
-    return usual if abs(divided / usual - 1) < FITTED else divided, both[1]
+#: Relative precision of a measured scale.
+_SCALE_PRECISION = 1e-6
 
 
-def scale_of_scores(attention: FoundAttention, cap: float, *, biased: bool = False) -> float | None:
-    """What the product of queries and keys is divided by; None where the scores are not that product.
+class _FoundScores:
+    """Inferred structure of an attention's scores: query-key products divided by the scale, and
+    other terms.
 
-    Args:
-        attention: the attention.
-        cap: the soft cap of its scores; -1: they have none.
-        biased: what is added for each place alone, the same in every row of the batch, does not count.
+    Attributes:
+        cap: the soft cap; -1 for none.
+        scale: the divisor of the query-key products; None if it is unknown.
+        rest: the scores without cap minus the divided products, ``[batch, head, query, key]``, zero
+            where masked; None if the scale is unknown.
+        largest: the largest of the scores without cap.
+        visible: mask, true where the pattern is not zero.
     """
-    met = attention.met()
-    q, k = attention.normed("q").double(), attention.normed("k").double()
-    rotated = attention.rotated() or attention.shares_keys()
-    if met is None or not (rotated or (met.query.transpose(1, 2).shape == q.shape and q.shape[-1] == k.shape[-1])):
-        return None
-    position = min(5, attention.query_pos - 1)
-    scores, product = (x[:, :, position, [position, position - 1]] for x in (met.scores, met.product))
-    scores = cap * (scores / cap).atanh() if cap > 0 else scores
-    differences, products = (x[..., 0] - x[..., 1] for x in (scores, product))
-    if biased:
-        differences, products = differences - differences.mean(0), products - products.mean(0)
-    factor = _ratio(differences, products)
-    if factor is None:
-        return None
-    if not rotated:  # of rotated ones, it is that of the product of what `hook_rot_q` and `hook_rot_k` show
-        group = (attention.n_heads / k.shape[2]) ** 0.5
-        factor *= float(met.query.norm() / q.norm()) * float(met.key.norm() / k.norm()) / group
-    return attention.divided_by(factor)
+
+    scale: float | None = None
+    rest: Tensor | None = None
+    largest: float = 0.0
+    visible: Tensor
+
+    def __init__(self, attention: FoundAttention) -> None:
+        self.attention = attention
+        operations = between(attention.softmax.scores.grad_fn)
+        self.cap = -1.0 if operations.cap is None else rounded(operations.cap)
+        factor = self._factor()
+        if factor is None:
+            return
+        if abs(factor / operations.factor - 1) < FITTED:
+            factor = operations.factor  # without the rounding of the run
+        self.scale = _scale(factor, attention.normed("q").shape[-1])
+        self._subtract_products(factor)
+
+    def _factor(self) -> float | None:
+        """Return the factor of the query-key products in the scores.
+
+        d(score)/d(query) = factor * key + a term that does not depend on the batch row.
+        """
+        attention = self.attention
+        query, keys = attention.probed
+        scores = attention.softmax.scores[:, :, query, keys]
+        gradient = self._gradient((scores * zero_sum_weights(len(keys), scores)).sum())
+        if gradient is None:
+            return None
+        key = attention.factors()[1].detach()[:, :, keys].double()
+        if attention.n_heads % key.shape[1]:
+            return None
+        key = per_head(key, attention.n_heads)
+        weights = zero_sum_weights(len(keys), key)
+        if self.cap > 0:
+            weights = weights * (1 - (scores.detach().double() / self.cap) ** 2)
+        expected = (key * weights.unsqueeze(-1)).sum(2)
+        gradient = gradient[:, query].double()
+        if gradient.shape != expected.shape:
+            return None
+        factor = _ratio(gradient, expected)
+        if factor is None:
+            factor = _ratio(gradient - gradient.mean(0), expected - expected.mean(0))
+        return factor or None
+
+    def _gradient(self, total: Tensor) -> Tensor | None:
+        """Return the gradient of some scores with respect to the queries, ``[batch, pos, head,
+        d_head]``."""
+        if not self.attention.meets_changed:
+            return self.attention.gradient_by_head(total, "q")
+        query = self.attention.softmax.query
+        gradient = None if query is None else gradient_of(total, query)
+        return None if gradient is None else gradient.transpose(1, 2)
+
+    def _subtract_products(self, factor: float) -> None:
+        """Compute what the scores contain besides the query-key products."""
+        query, key = self.attention.factors()
+        n_keys = key.shape[2]
+        scores = self.attention.softmax.scores.detach().double()[..., :n_keys]
+        if self.cap > 0:
+            scores = self.cap * (scores / self.cap).atanh()
+        self.visible = self.attention.softmax.pattern[..., :n_keys] > 0
+        scores = scores.where(self.visible, 0)  # they may be minus infinity
+        self.largest = float(scores.abs().max())
+        products = scores_of(query.detach().double(), key.detach().double())
+        self.rest = (scores - factor * products).where(self.visible, 0)
+
+    def _is_negligible(self, x: Tensor) -> bool:
+        return bool((x.abs() <= FITTED * self.largest).all())
+
+    def _centred(self, x: Tensor) -> Tensor:
+        """Subtract the mean of each row: a softmax does not change if a constant is added to its
+        row.
+        """
+        visible = self.visible.double()
+        mean = (x * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
+        return (x - mean) * visible
+
+    def are_products(self) -> bool:
+        """Tell whether the scores have no other terms."""
+        if self.rest is None:
+            return False
+        return self._is_negligible(self._centred(self.rest))
+
+    def are_alibi(self) -> bool:
+        """Tell whether each head adds a slope times the key's position (ALiBi)."""
+        if self.rest is None:
+            return False
+        positions = torch.arange(self.rest.shape[-1], device=self.rest.device)
+        positions = self._centred(positions.double().expand_as(self.rest))
+        rest = self._centred(self.rest)
+        for head in range(self.attention.n_heads):
+            slope = factor_of(rest[:, head], positions[:, head])
+            if slope <= FITTED:
+                return False
+            if not self._is_negligible(rest[:, head] - slope * positions[:, head]):
+                return False
+        return True
+
+    def are_products_and(self, term: Tensor) -> bool:
+        """Tell whether a tensor is the only other term."""
+        if self.rest is None:
+            return False
+        return self._is_negligible((self.rest - term).where(self.visible, 0))
+
+    def have_position_bias(self) -> bool:
+        """Tell whether the only other term is the same for every batch row."""
+        if self.rest is None:
+            return False
+        if len(self.rest) < 2:
+            return False
+        if self.are_products():
+            return False
+        return self._is_negligible(self.rest - self.rest.mean(0))
 
 
-def scale_elsewhere(attention: FoundAttention) -> float | None:
-    """What the product is divided by, where queries alone, keys alone or places alone add to it.
-
-    The gradient of a score with respect to its query is the key, divided, and what is the same in every row.
+def _scale(factor: float, d_head: int) -> float:
+    """Return the divisor for a measured factor: preferably the square root of the head width or of
+    another integer, otherwise the measured number.
     """
-    position = min(5, attention.query_pos - 1)
-    score = attention.softmax.scores[:, :, position, position - 1].sum()
-    query, key = attention.softmax.query, attention.softmax.key
-    if attention.recording.batch < 2:
-        return None
-    if "q" not in attention.found or attention.rotated():
-        gradient = None if query is None else gradient_of(score, query)
-        if gradient is None or key is None:
-            return None
-        reached, keys = gradient[:, :, position].double(), key.detach()[:, :, position - 1].double()
-    else:
-        call, sets, _ = attention.found["q"]
-        gradient = gradient_of(score, call.returned.live)
-        rows = None if gradient is None else by_position(gradient, attention.recording.batch, attention.query_pos)
-        if rows is None:
-            return None
-        reached = rows[:, position][..., torch.tensor(sets, device=rows.device)].double()
-        keys = attention.normed("k").double()[:, position - 1]
-    if attention.n_heads % keys.shape[1]:
-        return None
-    keys = per_head(keys, attention.n_heads)
-    factor = _ratio(reached - reached.mean(0), keys - keys.mean(0)) if reached.shape == keys.shape else None
-    return None if factor is None else attention.divided_by(factor)
+    square = d_head if abs(factor * d_head**0.5 - 1) < FITTED else round(factor**-2)
+    if square == d_head:
+        return square**0.5
+    if abs(factor * square**0.5 - 1) < _SCALE_PRECISION:
+        return float(f"{square**0.5:.8g}")
+    return rounded(1 / factor)
+
+
+def _ratio(y: Tensor, x: Tensor) -> float | None:
+    """Return the factor from `x` to `y`; None if they are not proportional."""
+    factor = factor_of(y, x)
+    residual = (y - factor * x).abs()
+    if bool((residual <= FITTED * y.abs().max()).all()):
+        return factor
+    return None
 
 
 def adding(attention: FoundAttention) -> tuple[str, ...]:
-    """The linear layers inside that make something of places which has a part in the scores."""
-    known = {call.path for call, *_ in attention.found.values()}
-    of_tokens = (attention.recording.batch, attention.query_pos)
-    total = (attention.softmax.scores * torch.linspace(-1, 1, attention.key_pos).to(attention.softmax.scores)).sum()
-    found = []
-    for call in attention.recording.between(attention.owner.start, attention.softmax.time):
-        if call.is_linear and call.path not in known and attention.owner.holds(call) and len(call.left) == 1:
-            if call.returned.value.shape[:2] == of_tokens:
-                continue
-            gradient = gradient_of(total, call.returned.live)
-            if gradient is not None and bool(gradient.any()):
-                found.append(relative(call.path, attention.owner.path))
-    return tuple(found)
-
-
-def alibi_scale(attention: FoundAttention) -> float | None:
-    """What the product is divided by, where each head adds a slope times the key's position to it (ALiBi)."""
-    met = attention.met()
-    if met is None:
-        return None
-    product, seen = met.product, met.seen.double()
-    places = torch.arange(product.shape[-1], dtype=torch.float64, device=product.device).expand_as(product)
-    scores = met.scores.where(met.seen, 0)  # they may be minus infinity
-    # A row's constant is nothing to its softmax.
-    rows = [
-        (x - (x * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)) * seen for x in (scores, product, places)
-    ]
-    factors = []
-    for head in range(attention.n_heads):
-        y, p, k = (x[:, head].flatten() for x in rows)
-        columns = torch.stack([p, k], 1)
-        factor, slope = torch.linalg.lstsq(columns, y[:, None]).solution[:, 0].tolist()
-        left = float((columns @ torch.tensor([factor, slope], dtype=y.dtype, device=y.device) - y).abs().max())
-        if slope <= 0 or left > FITTED * float(y.abs().max()):
-            return None
-        factors.append(factor)
-    if max(factors) - min(factors) > FITTED * max(factors) or min(factors) <= 0:
-        return None
-    return attention.divided_by(sum(factors) / len(factors))
-
-
-def _ratio(made: Tensor, of: Tensor) -> float | None:
-    """The factor between two tensors; None where they are not proportional."""
-    factor = factor_of(made, of)
-    return factor if bool(((made - factor * of).abs() <= FITTED * made.abs().max()).all()) else None
-
-
-def _bias(attention: FoundAttention) -> Tensor | None:
-    """What is added to the scores for each place, the same in every row, ``[head, query, key]``, zero where masked.
-
-    None where there is none, or not that alone.
+    """Return the paths of the attention's linear layers that compute a position-dependent term of
+    the scores.
     """
-    met = attention.met()
-    if met is None or len(met.seen) < 2:
-        return None
-    scores, product = met.scores.where(met.seen, 0), met.product.where(met.seen, 0)
-    factor = _ratio(scores - scores.mean(0), product - product.mean(0))
-    if factor is None:
-        return None
-    bias = (scores - factor * product).mean(0)
-    return bias if float(bias.abs().max()) > FITTED * (float(scores.abs().max()) + 1) else None
+    known = {projection.call.path for projection in attention.projections.values()}
+    of_tokens = (attention.recording.batch, attention.query_pos)
+    owner = attention.owner
+    paths = []
+    for call in attention.recording.between(owner.start, attention.softmax.time):
+        is_candidate = call.is_linear and owner.holds(call) and len(call.outputs) == 1
+        if not is_candidate:
+            continue
+        if call.path in known:
+            continue
+        if call.value.shape[:2] == of_tokens:
+            continue
+        if _reach_scores(call, attention):
+            paths.append(relative(call.path, owner.path))
+    return tuple(paths)
 
 
 @dataclass(frozen=True, eq=False)
-class FoundTable:
+class _FoundTable:
     """A table of position biases.
 
     Attributes:
-        path: of the module, relative to the attention module.
-        buckets: how many distances it tells apart.
-        values: what it adds, ``[head, query, key]``.
+        call: the call of the embedding that holds it.
+        path: its path, relative to the attention module.
+        buckets: the number of distance buckets.
     """
 
+    call: ModuleCall
     path: str
     buckets: int
-    values: Tensor
 
 
-def find_table(attention: FoundAttention, before: FoundTable | None) -> FoundTable | None:
-    """The table that what is added to the scores of an attention comes from; None where it has none.
+def find_table(scores: _FoundScores, before: _FoundTable | None) -> _FoundTable | None:
+    """Return the table that supplies the position bias of an attention's scores; None if there is
+    none.
 
     Args:
-        attention: the attention.
-        before: the table of a layer before it, which it may use, too.
+        scores: the scores.
+        before: the table of an earlier layer, which may be shared.
     """
-    bias = _bias(attention)
-    if bias is None:
+    attention = scores.attention
+    if not scores.have_position_bias():
         return None
-    seen = (attention.softmax.pattern > 0).any(0)[..., : bias.shape[-1]]
-    close = worked_out(attention.softmax.scores) * float(attention.softmax.scores.detach()[..., :1].abs().max() + 1)
-
-    def adds(values: Tensor) -> bool:
-        return values.shape == bias.shape and bool(((values - bias)[seen].abs() <= close).all())
-
-    for call in attention.recording.calls:
-        table = getattr(call.module, "weight", None)
-        if not (attention.owner.holds(call) and isinstance(call.module, nn.Embedding) and isinstance(table, Tensor)):
-            continue
-        made = call.returned.value.double()
-        values = made.permute(2, 0, 1) if made.ndim == 3 else torch.zeros(0)
-        if adds(values):
-            return FoundTable(relative(call.path, attention.owner.path), table.shape[0], values)
-    return before if before is not None and adds(before.values) else None
+    for call in attention.recording.inside(attention.owner):
+        if isinstance(call.module, nn.Embedding) and _reach_scores(call, attention):
+            path = relative(call.path, attention.owner.path)
+            return _FoundTable(call, path, len(call.module.weight))
+    if before is not None and _reach_scores(before.call, attention):
+        return before
+    return None
 
 
-def scores_view(attention: FoundAttention) -> View:
-    """How the scores are seen: by their filler, without a sink's column, and by head."""
-    name, view = sinks(attention), _filled_scores(attention)
-    view = view if name is None else SinkScores(view, name)
-    return Composed(HeadsOfBatch(attention.n_heads), view) if attention.flat_heads else view
+def _reach_scores(call: ModuleCall, attention: FoundAttention) -> bool:
+    """Tell whether the scores depend on a module's output."""
+    scores = attention.softmax.scores
+    weights = torch.linspace(-1, 1, scores.shape[-1], device="cpu").to(scores)
+    gradient = gradient_of((scores * weights).sum(), call.returned.live)
+    if gradient is None:
+        return False
+    return bool(gradient.any())
 
 
-def _filled_scores(attention: FoundAttention) -> View:
-    """`AlibiScores` where the module is given what is added to the scores for each key; else by the filler."""
-    scores, pattern = attention.softmax.scores.detach(), attention.softmax.pattern
-    hidden, seen = scores[(pattern == 0) & ~MaskedScores().masked(scores)], scores[pattern > 0]
-    if hidden.numel() and not sinks(attention) and float(hidden.max()) < _FAR_BELOW * float(seen.min()):
-        return FilledScores(float(hidden.max()) / 2)
-    alibi = attention.owner.given.get("alibi")
-    met = attention.met() if alibi is not None else None
-    rows = len(pattern)
-    if alibi is None or met is None or alibi.shape != (rows * attention.n_heads, 1, attention.key_pos):
-        return MaskedScores()
-    product, rest = met.product[met.seen], (met.scores - alibi.view(rows, attention.n_heads, 1, -1))[met.seen]
-    return MaskedScores() if _ratio(rest, product) is None else AlibiScores()
+# --------------------------------------------------------------------------------------------------
+# Views of the scores.
+# --------------------------------------------------------------------------------------------------
+
+
+#: A filler lies this many times below the lowest score. Half of it is then still below the scores
+#: of a run whose scores are five times as large.
+_FAR_BELOW = 10
+
+
+def scores_view(scores: _FoundScores) -> View:
+    """Return the view of the scores, which handles the fill value of masked entries, the sink
+    column, and the layout of heads.
+    """
+    attention = scores.attention
+    sink = sinks(attention)
+    if sink is not None:
+        view: View = SinkScores(MaskedScores(), sink)
+    elif (filler := _filler(attention)) is not None:
+        view = FilledScores(filler)
+    else:
+        view = AlibiScores() if _reads_alibi(scores) else MaskedScores()
+    if attention.flat_heads:
+        return Composed(HeadsOfBatch(attention.n_heads), view)
+    return view
+
+
+def _filler(attention: FoundAttention) -> float | None:
+    """Return half of the finite number that masked scores are filled with; None if they are not, or
+    it is not far below the other scores.
+    """
+    scores = attention.softmax.scores.detach()
+    pattern = attention.softmax.pattern
+    hidden = scores[(pattern == 0) & ~MaskedScores().masked(scores)]
+    if not hidden.numel():
+        return None
+    highest = float(hidden.max())
+    lowest_visible = float(scores[pattern > 0].min())
+    if highest < _FAR_BELOW * lowest_visible:
+        return highest / 2
+    return None
+
+
+def _reads_alibi(scores: _FoundScores) -> bool:
+    """Tell whether the module receives an ALiBi bias for each key, and adds it."""
+    attention = scores.attention
+    alibi = attention.owner.named_tensors.get("alibi")
+    rows = len(attention.softmax.pattern)
+    heads = attention.n_heads
+    if alibi is None:
+        return False
+    if alibi.shape != (rows * heads, 1, attention.key_pos):
+        return False
+    return scores.are_products_and(alibi.view(rows, heads, 1, -1))
 
 
 def sinks(attention: FoundAttention) -> str | None:
-    """The parameter that holds each head's sink, where the scores have a column more than there are keys."""
-    scores, key = attention.softmax.scores.detach(), attention.softmax.key
+    """Return the name of the parameter that holds each head's sink; None if the scores have one
+    column per key.
+
+    Raises:
+        NotFound: no parameter holds the sinks.
+    """
+    scores = attention.softmax.scores.detach()
+    key = attention.softmax.key
     if scores.shape[-1] != (attention.query_pos if key is None else key.shape[2]) + 1:
         return None
-    for name, parameter in attention.owner.module.named_parameters(recurse=False):
+    owner = attention.owner
+    close = worked_out(scores)
+    for name, parameter in owner.module.named_parameters(recurse=False):
         if parameter.shape != (attention.n_heads,):
             continue
-        taken = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
+        difference = parameter.detach().view(1, -1, 1, 1) - scores[..., -1:]
         highest = scores.amax(-1, keepdim=True)
-        close = worked_out(scores)
-        if bool((taken.abs() <= close).all()) or bool((highest.abs() <= close).all()):
+        if bool((difference.abs() <= close).all()):
+            return name
+        if bool((highest.abs() <= close).all()):
             return name
     column = scores[..., -1].transpose(1, 2)
-    for call in filter(attention.owner.holds, attention.recording.calls):
-        made = call.returned.value if call.left else None
-        if made is not None and made.shape == column.shape and agree(made, column):
-            said = f"its scores have a column that belongs to no key, a sink that {call.path} makes for each query"
-            raise NotFound(f"{said}: only sinks that a parameter holds, one for each head, are known")
-    raise NotFound("its scores have a column that belongs to no key, and no parameter of its own that makes it")
+    for call in attention.recording.inside(owner):
+        output = call.value if call.outputs else None
+        if output is not None and output.shape == column.shape and agree(output, column):
+            raise NotFound(
+                "its scores have a column that belongs to no key, a sink that"
+                f" {call.path} makes for each query: only sinks that a parameter holds, one for"
+                " each head, are known"
+            )
+    raise NotFound(
+        "its scores have a column that belongs to no key, and no parameter of its own that makes it"
+    )
 
 
-#: Angles of half precision that differ by more, relatively, are of another base than the configuration says.
+# --------------------------------------------------------------------------------------------------
+# The fields of `ModelConfig`.
+# --------------------------------------------------------------------------------------------------
+
+
+#: Half-precision angles with a larger relative difference have another base than the one in the
+#: configuration.
 _OTHER_ANGLE = 0.02
-#: So many rows of an embedding and an unembedding are compared.
+#: Number of rows of embedding and unembedding that are compared.
 _ROWS = 256
 
 
-class _Scaling(NamedTuple):
-    """What the products of queries and keys are divided by, None where it was not found.
-
-    Attributes:
-        by: it, wherever it was found.
-        cap: the soft cap behind it; -1: none.
-        alibi: it, where each head adds slopes (ALiBi).
-        elsewhere: it, where queries alone, keys alone or places alone add to the scores.
-    """
-
-    by: float | None
-    cap: float
-    alibi: float | None
-    elsewhere: float | None
-
-
 class Facts:
-    """Collects facts, layer by layer: what most layers say is said of the model.
+    """Collector of facts, layer by layer: the most common value of each field becomes the model's.
 
     Args:
         model: the model.
-        recording: of its run.
+        recording: the recording of its run.
     """
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
-        self.model, self.recording = model, recording
+        self.model = model
+        self.recording = recording
         self.config = config_of(model).get_text_config()
+        #: Each layer has its own values in the configuration.
+        self._by_layer = bool(getattr(self.config, "is_heterogeneous", False))
         self.counts: dict[str, Counter[object]] = {}
-        #: How far back each attention looks at most, None where it looks at the first token.
+        #: The window size of each attention; None if it sees the first token.
         self.windows: list[int | None] = []
         self.exact_rotation = False
-
         #: The table of position biases that the layers of a stack share.
-        self.table: FoundTable | None = None
+        self.table: _FoundTable | None = None
         self._of_the_first: tuple[dict[str, Counter[object]], list[int | None]] | None = None
 
     def freeze_first_stack(self) -> None:
-        """What is added from now on is said of the model only where its first stack says nothing."""
-        self._of_the_first = {name: Counter(each) for name, each in self.counts.items()}, list(self.windows)
+        """Give the first stack precedence: later facts only fill fields that it left open."""
+        counts = {name: Counter(values) for name, values in self.counts.items()}
+        self._of_the_first = counts, list(self.windows)
 
-    def add(self, **said: object) -> None:
-        """What a layer says, by the names of the fields."""
-        for name, value in said.items():
+    def add(self, **values: object) -> None:
+        """Count a layer's values, by field name."""
+        for name, value in values.items():
             self.counts.setdefault(name, Counter())[value] += 1
 
     def at_layer(self, index: int) -> None:
-        """A layer begins: those before it that have no attention have no window."""
+        """Begin a layer: earlier layers without attention get no window."""
         self.windows += [None] * (index - len(self.windows))
 
-    def add_attention(self, found: FoundAttention, declared: Attention) -> Attention:
-        """What an attention says, and its declaration with how its scores are seen, and its position bias."""
-        own = dict(declared.config_values)
-        declared = replace(declared, scores=scores_view(found))
-        self.add(n_heads=found.n_heads, n_key_value_heads=found.n_key_heads, d_head=found.d_head)
-        scaling = self._scaling(found, declared)
-        direction = "causal" if found.is_causal else "bidirectional"
-        self.add(attn_scores_soft_cap=scaling.cap, attn_scale=scaling.by, attention_dir=direction)
-        own["attn_scale"] = scaling.by
-        self.windows.append(window(found))
-        biased = scaling.elsewhere is not None and not declared.cross
+    def add_attention(self, attention: FoundAttention, declared: Attention) -> Attention:
+        """Add an attention's facts, and return its declaration with the view of its scores and its
+        position bias.
+        """
+        scores = _FoundScores(attention)
+        declared = replace(declared, scores=scores_view(scores))
+        self.add(
+            n_heads=attention.n_heads,
+            n_key_value_heads=attention.n_key_heads,
+            d_head=attention.d_head,
+            attn_scores_soft_cap=scores.cap,
+            attn_scale=scores.scale,
+            attention_dir="causal" if attention.is_causal else "bidirectional",
+        )
+        own = {**declared.config_values, "attn_scale": scores.scale}
+        self.windows.append(window(attention))
+        has_other_terms = scores.scale is not None and not scores.are_products()
+        has_other_terms = has_other_terms and not declared.cross
         if declared.rotary:
-            own |= self._add_rotation(found, declared)
-            biased = biased and declared.k.latent is None
-        elif scaling.alibi is not None or isinstance(declared.scores, AlibiScores):
+            own |= self._add_rotation(attention, declared)
+            has_other_terms = has_other_terms and declared.k.latent is None
+        elif scores.are_alibi() or isinstance(declared.scores, AlibiScores):
             self.add(positional_embedding_type="alibi")
-            biased = False
-        elif table := find_table(found, self.table):
+            has_other_terms = False
+        elif table := find_table(scores, self.table):
             declared = replace(declared, position_bias=self._add_table(table))
-            biased = False
-        if biased:
-            declared = replace(declared, score_bias_modules=adding(found))
+            has_other_terms = False
+        if has_other_terms:
+            declared = replace(declared, score_bias_modules=adding(attention))
         return replace(declared, config_values=own)
 
-    def _scaling(self, found: FoundAttention, declared: Attention) -> _Scaling:
-        """What the products of queries and keys are divided by, and what is added to them."""
-        told = getattr(self.config, "attn_logit_softcapping", None)
-        cap = soft_cap(found, told)
-        scale = scale_of_scores(found, cap)
-        alibi = None if scale is not None or declared.rotary else alibi_scale(found)
-        biased = scale_of_scores(found, cap, biased=True) if scale is None and alibi is None else None
-        elsewhere = scale_elsewhere(found) if found.adds or not (scale or alibi) else None
-        by = scale or alibi or biased or elsewhere
-        if by is None and not told and (capped := cap_that_is_not_said(found)):
-            by, cap = capped
-        return _Scaling(by, cap, alibi, elsewhere)
-
-    def _add_rotation(self, found: FoundAttention, declared: Attention) -> dict[str, object]:
-        """What a rotation says of the model; what it says of this attention is returned."""
+    def _add_rotation(self, attention: FoundAttention, declared: Attention) -> dict[str, object]:
+        """Add a rotation's facts about the model, and return the values of this attention only."""
         self.add(positional_embedding_type="rotary")
-        rotation, own = rotated_dimensions(found), dict[str, object]()
+        rotation = rotated_dimensions(attention)
+        own = dict[str, object]()
         if declared.k.latent is not None and declared.q.width and declared.k.width:
-            own["rotary_dim"] = declared.q.width - declared.k.width  # the last, which all heads share
+            # The trailing columns, which all heads share.
+            own["rotary_dim"] = declared.q.width - declared.k.width
             self.add(rotary_dim=own["rotary_dim"])
         elif rotation is not None:
-            self.exact_rotation |= rotation[2]
-            base = rotary_base(found, *rotation[:2])
-            self.add(rotary_dim=rotation[0], rotary_base=base)
-            if rotation[2]:
-                own["rotary_dim"] = rotation[0]
-            if getattr(self.config, "is_heterogeneous", False):
+            dim, adjacent, is_exact = rotation
+            self.exact_rotation |= is_exact
+            base = rotary_base(attention, dim, adjacent)
+            self.add(rotary_dim=dim, rotary_base=base)
+            if is_exact:
+                own["rotary_dim"] = dim
+            if self._by_layer:
                 own["rotary_base"] = base
         if rotation is not None:
             self.add(rotary_adjacent_pairs=rotation[1])
         return own
 
-    def _add_table(self, table: FoundTable) -> str:
-        """What a table of position biases says; where it is, is returned."""
+    def _add_table(self, table: _FoundTable) -> str:
+        """Add the facts of a table of position biases, and return its path."""
         self.table = table
         self.add(
             positional_embedding_type="relative_positional_bias",
             relative_attention_num_buckets=table.buckets,
-            relative_attention_max_distance=getattr(self.config, "relative_attention_max_distance", None),
+            relative_attention_max_distance=getattr(
+                self.config, "relative_attention_max_distance", None
+            ),
         )
         return table.path
 
-    def values(self, found: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
-        """The fields of `ModelConfig`.
+    def values(self, stack: FoundStack, unembed: ModuleCall | None) -> dict[str, object]:
+        """Return the fields of `ModelConfig`.
 
         Args:
-            found: the first list of blocks.
+            stack: the first list of blocks.
             unembed: the call of the output layer.
         """
         if self._of_the_first is not None:
             counts, self.windows = self._of_the_first
             self.counts |= counts
-        values: dict[str, object] = {"d_model": found.d_model, "d_mlp": None, "act_fn": None}
+        values: dict[str, object] = {"d_model": stack.d_model, "d_mlp": None, "act_fn": None}
         values |= {"n_heads": 0, "n_key_value_heads": None, "d_head": 0, "attn_scale": None}
         values |= {name: counts.most_common(1)[0][0] for name, counts in self.counts.items()}
-        if "attention_dir" not in values and _looks_ahead(found):
+        if "attention_dir" not in values and _looks_ahead(stack):
             values["attention_dir"] = "bidirectional"
         if values.get("positional_embedding_type") == "rotary":
-            dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
-            said = self._rotary_values(values.get("rotary_base"), values.get("rotary_dim"))
-            values |= said
-            # Where queries are scaled elsewhere, a run of few tokens may not show that slow columns turn.
-            if dims and (self.exact_rotation or "rotary_dim" not in said):
-                values["rotary_dim"] = max(dims)
-        if (start := getattr(config_of(self.model), "decoder_start_token_id", None)) is not None:
-            values["decoder_start_token_id"] = start
+            self._add_rotary_values(values)
+        start_token = getattr(config_of(self.model), "decoder_start_token_id", None)
+        if start_token is not None:
+            values["decoder_start_token_id"] = start_token
         values["tie_word_embeddings"] = unembed is not None and self._is_tied(unembed)
-        values |= self._window_values(len(found.blocks))
+        values |= self._window_values(len(stack.blocks))
         if values["d_mlp"] is None:
             values["d_mlp"] = values.get("d_expert")
         if values["n_key_value_heads"] == values["n_heads"]:
@@ -480,105 +595,168 @@ class Facts:
         return values
 
     def _is_tied(self, unembed: ModuleCall) -> bool:
-        """One tensor is both the embedding and the unembedding; or both are brought from one that is elsewhere."""
-        modules = (token_embedding(self.model), unembed.module)
-        first_weight, last = (getattr(module, "weight", None) for module in modules)
-        if not isinstance(first_weight, Tensor) or not isinstance(last, Tensor) or first_weight is last:
-            return first_weight is not None and first_weight is last
-        said = any(first(each, "tie_word_embeddings") for each in (config_of(self.model), self.config))
-        return said and first_weight.shape == last.shape and torch.equal(first_weight[:_ROWS], last[:_ROWS])
+        """Tell whether embedding and unembedding are one tensor, or are both loaded from the same
+        offloaded tensor.
+        """
+        rows = getattr(token_embedding(self.model), "weight", None)
+        columns = getattr(unembed.module, "weight", None)
+        if rows is columns:
+            return rows is not None
+        if not isinstance(rows, Tensor):
+            return False
+        if not isinstance(columns, Tensor):
+            return False
+        configs = (config_of(self.model), self.config)
+        if not any(first(config, "tie_word_embeddings") for config in configs):
+            return False
+        if rows.shape != columns.shape:
+            return False
+        return torch.equal(rows[:_ROWS], columns[:_ROWS])
 
     def _window_values(self, n_layers: int) -> dict[str, object]:
-        """Sliding windows, where the run shows that they are not those that the configuration says, or it says none."""
-        said = None if getattr(self.config, "is_heterogeneous", False) else first(self.config, "sliding_window")
-        if isinstance(said, int) and said < self.recording.pos and all(seen is None for seen in self.windows):
+        """Return the sliding windows, if the run contradicts the configuration or the configuration
+        has none.
+        """
+        sizes = {size for size in self.windows if size is not None}
+        # A text longer than the configured window shows whether the model uses that window.
+        text = None if self._by_layer else first(self.config, "sliding_window")
+        if isinstance(text, int) and text < self.recording.pos and not sizes:
             return {"use_local_attn": False, "window_size": None, "attn_types": None}
-        seen = {window for window in self.windows if window is not None}
-        whole = config_of(self.model)
-        told = None if getattr(whole, "is_heterogeneous", False) else first(whole, "sliding_window", "layer_types")
-        # A text as long as this one shows whether it is the window that the configuration tells.
-        other = isinstance(told, int) and seen and told not in seen and told < self.recording.pos
+        config = config_of(self.model)
+        configured = None
+        if not getattr(config, "is_heterogeneous", False):
+            configured = first(config, "sliding_window", "layer_types")
+        is_other = False
+        if isinstance(configured, int) and configured < self.recording.pos:
+            is_other = bool(sizes) and configured not in sizes
         self.at_layer(n_layers)
-        types = ["global" if window is None else "local" for window in self.windows]
+        types = ["global" if size is None else "local" for size in self.windows]
         kinds = first(self.config, "layer_types") or ()
-        unsaid = bool(kinds) and types != ["local" if "sliding" in kind else "global" for kind in kinds]
-        if len(seen) == 1 and n_layers == len(self.windows) and (told is None or other or unsaid):
-            return {"use_local_attn": True, "window_size": seen.pop(), "attn_types": types}
+        configured_types = ["local" if "sliding" in kind else "global" for kind in kinds]
+        other_types = bool(kinds) and types != configured_types
+        contradicts = configured is None or is_other or other_types
+        if len(sizes) == 1 and n_layers == len(self.windows) and contradicts:
+            return {"use_local_attn": True, "window_size": sizes.pop(), "attn_types": types}
         return {}
 
+    def _add_rotary_values(self, values: dict[str, object]) -> None:
+        """Correct the measured rotary values by the configuration's."""
+        dims = [dim for dim in self.counts.get("rotary_dim", {}) if isinstance(dim, int)]
+        configured = self._rotary_values(values.get("rotary_base"), values.get("rotary_dim"))
+        values |= configured
+        # Where queries are scaled elsewhere, the rotation of slow columns may not show in a run of
+        # few tokens.
+        if dims and (self.exact_rotation or "rotary_dim" not in configured):
+            values["rotary_dim"] = max(dims)
+
     def _rotary_values(self, base: object, dim: object) -> dict[str, object]:
-        """What the configuration says of the rotation that was seen, as far as it says it as transformers does.
+        """Return the rotary values of the configuration, if it follows transformers' conventions,
+        corrected by the measured ones.
 
         Args:
-            base, dim: as they were seen.
+            base, dim: the measured values.
         """
-        if getattr(self.config, "is_heterogeneous", False):
-            return {}  # another one for each layer
-        parameters = rotation_of(self.config)
-        if "rope_theta" not in parameters and "rope_theta" not in (parameters.get("full_attention") or {}):
+        if self._by_layer:
             return {}
-        said = rotary_values(self.config)
-        if parameters.get("rope_type") == "default" and isinstance(base, float) and isinstance(dim, int):
-            # Angles may be those of another number of columns than turn (Moonshine).
-            whole = all(p.dtype == torch.float32 for p in self.model.parameters())
-            off = abs((base / float(str(said["rotary_base"]))) ** (-2 / dim) - 1)
-            if off > (FITTED if whole else _OTHER_ANGLE):
-                return said | {"rotary_base": base, "rotary_dim": dim}
-        return said
+        parameters = rotation_of(self.config)
+        of_some_layers = parameters.get("full_attention") or {}
+        if "rope_theta" not in parameters and "rope_theta" not in of_some_layers:
+            return {}
+        configured = rotary_values(self.config)
+        is_default = parameters.get("rope_type") == "default"
+        if is_default and isinstance(base, float) and isinstance(dim, int):
+            # The angles may be computed for another number of columns than is rotated (Moonshine).
+            in_float32 = all(p.dtype == torch.float32 for p in self.model.parameters())
+            ratio = base / float(str(configured["rotary_base"]))
+            if abs(ratio ** (-2 / dim) - 1) > (FITTED if in_float32 else _OTHER_ANGLE):
+                return configured | {"rotary_base": base, "rotary_dim": dim}
+        return configured
 
 
-def _looks_ahead(found: FoundStack) -> bool:
-    """Whether the first token's last stream is made of later ones: of blocks in which no attention was found."""
-    last = found.outputs[-1].live
-    first = last[0] if found.positions_first else last[:, 0]
+def _looks_ahead(stack: FoundStack) -> bool:
+    """Tell whether the first token's final stream depends on later tokens, for blocks without a
+    known attention.
+    """
+    positions = 0 if stack.positions_first else 1
+    first_token = stack.outputs[-1].live.select(positions, 0)
     try:
-        gradient = gradient_of(first.pow(2).sum(), found.stream.live)
-    except NotFound:  # the model writes over what it would be made from (RWKV): nothing says that it does
+        gradient = gradient_of(first_token.pow(2).sum(), stack.stream.live)
+    except NotFound:
+        # The model overwrites tensors in place (RWKV): nothing indicates that it looks ahead.
         return False
-    return gradient is not None and bool((gradient[1:] if found.positions_first else gradient[:, 1:]).any())
+    if gradient is None:
+        return False
+    return bool(gradient.narrow(positions, 1, gradient.shape[positions] - 1).any())
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts of the whole model, written into the declarations of its blocks.
+# --------------------------------------------------------------------------------------------------
 
 
 def all_rotated(blocks: list[Block]) -> list[Block]:
-    """Where some layers rotate queries and keys, the others show them as they are, if they meet as in those."""
+    """Give unrotated attentions the hook points of rotated ones, if some layers rotate queries and
+    keys and all have the same scale.
+    """
     parts = [part for block in blocks for part in block.attentions]
     scales = {part.own("attn_scale", None) for part in parts if part.rotary}
-    if not scales:
-        return blocks
 
-    def shown(step: Step) -> Step:
+    def rotated(step: Step) -> Step:
         part = step.part
-        if not isinstance(part, Attention) or part.rotary or part.own("attn_scale", None) not in scales:
+        if not isinstance(part, Attention):
+            return step
+        if part.rotary:
+            return step
+        if part.own("attn_scale", None) not in scales:
             return step
         return replace(step, part=replace(part, rotary="last"))
 
-    return [replace(block, steps=tuple(map(shown, block.steps))) for block in blocks]
+    return [replace(block, steps=tuple(map(rotated, block.steps))) for block in blocks]
 
 
 def with_sizes(block: Block, values: Mapping[str, object]) -> Block:
-    """A block whose parts say their sizes only where these are not those of the model."""
-    n_heads, d_head = values["n_heads"], values["d_head"]
-    usual = {**values, "n_key_value_heads": values["n_key_value_heads"] or n_heads}
-    usual["attn_scale"] = values["attn_scale"] or (float(str(d_head)) ** 0.5 if d_head else None)
+    """Return a block whose parts declare their sizes only where they differ from the model's."""
+    steps = tuple(replace(step, part=_sized(step.part, values)) for step in block.steps)
+    return replace(block, steps=steps)
 
-    def sized(projection: Projection, width: object) -> Projection:
-        return replace(projection, width=None if projection.width == width else projection.width)
 
-    def own(part: Part) -> Part:
-        if isinstance(part, MLP):
-            return replace(part, up=sized(part.up, values["d_mlp"]))
-        if isinstance(part, Mixer):
-            return replace(part, modules=tuple(each if isinstance(each, tuple) else of(each) for each in part.modules))
-        return of(part) if isinstance(part, Attention) else part
+def _sized(part: Part, values: Mapping[str, object]) -> Part:
+    """Return a part that declares its sizes only where they differ from the model's."""
+    if isinstance(part, MLP):
+        return replace(part, up=_with_width(part.up, values["d_mlp"]))
+    if isinstance(part, Attention):
+        return _sized_attention(part, values)
+    if isinstance(part, Mixer):
+        modules = [
+            _sized_attention(module, values) if isinstance(module, Attention) else module
+            for module in part.modules
+        ]
+        return replace(part, modules=tuple(modules))
+    return part
 
-    def of(part: Attention) -> Attention:
-        q, k, v = (sized(each, d_head) for each in (part.q, part.k, part.v))
-        others = {name: x for name, x in part.config_values.items() if x is not None and x != usual.get(name)}
-        return replace(part, q=q, k=k, v=v, config_values=others)
 
-    return replace(block, steps=tuple(replace(step, part=own(step.part)) for step in block.steps))
+def _sized_attention(part: Attention, values: Mapping[str, object]) -> Attention:
+    d_head = values["d_head"]
+    usual = {**values, "n_key_value_heads": values["n_key_value_heads"] or values["n_heads"]}
+    if not values["attn_scale"]:
+        usual["attn_scale"] = float(str(d_head)) ** 0.5 if d_head else None
+    own = {
+        name: value
+        for name, value in part.config_values.items()
+        if value is not None and value != usual.get(name)
+    }
+    q, k, v = (_with_width(projection, d_head) for projection in (part.q, part.k, part.v))
+    return replace(part, q=q, k=k, v=v, config_values=own)
+
+
+def _with_width(projection: Projection, usual: object) -> Projection:
+    """Return a projection that declares its width only if it is not the usual one."""
+    if projection.width == usual:
+        return replace(projection, width=None)
+    return projection
 
 
 def all_sized(stack: Stack, values: Mapping[str, object]) -> Stack:
-    """A stack of such blocks."""
-    layers = {i: with_sizes(each, values) for i, each in stack.layers.items()}
+    """Return a stack with `with_sizes` applied to its blocks."""
+    layers = {index: with_sizes(block, values) for index, block in stack.layers.items()}
     return replace(stack, block=with_sizes(stack.block, values), layers=layers)

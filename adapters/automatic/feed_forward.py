@@ -1,10 +1,10 @@
-"""Gate, up and down of a recorded feed-forward part, by its elementwise gradient."""
+"""Infer gate, up and down projections of a recorded feed-forward part from its gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,48 +36,91 @@ from adapters.feed_forward import (
 from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.observe.gradients import gradient_of
-from adapters.observe.observe import BorderTensor, ModuleCall, NotFound, Recording, elements_of, tightest
-from adapters.observe.recognised import NEGLIGIBLE, agree, factor_of, results_by_token, weights_in_sum
+from adapters.observe.observe import (
+    BorderTensor,
+    ModuleCall,
+    NotFound,
+    Recording,
+    Softmax,
+    elements_of,
+    tightest,
+)
+from adapters.observe.recognised import (
+    NEGLIGIBLE,
+    agree,
+    factor_of,
+    results_by_token,
+    weights_in_sum,
+)
 from adapters.points import join, members_of
-from adapters.views import times
+from adapters.views import Affine, times
 
-#: The activation functions whose names are known, with HookedTransformer's first.
+#: Known activation functions, HookedTransformer's first.
 ACTIVATIONS = (
-    "silu", "gelu", "gelu_new", "relu", "relu2", "gelu_pytorch_tanh", "quick_gelu", "gelu_fast", "tanh", "sigmoid",
-)  # fmt: skip
+    "silu",
+    "gelu",
+    "gelu_new",
+    "relu",
+    "relu2",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "gelu_fast",
+    "tanh",
+    "sigmoid",
+)
 
 
 def activations(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The activation functions to try: of several that compute the same, the first is the one, as the model says it.
+    """Return the activation functions to try, in order. If several compute the same, the first
+    match wins, so the function that the configuration names comes first.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
     """
-    said = first(config, "hidden_act", "hidden_activation", "activation_function")
-    return (*((said,) if isinstance(said, str) and said in ACT2FN else ()), *ACTIVATIONS)
+    configured = first(config, "hidden_act", "hidden_activation", "activation_function")
+    if isinstance(configured, str) and configured in ACT2FN:
+        return (configured, *ACTIVATIONS)
+    return ACTIVATIONS
 
 
-#: What a shared expert may go through.
+#: The gate that may scale a shared expert's output.
 GATE = Gate(Projection(""), "sigmoid")
-#: A projection, and which of its columns are one for each neuron.
-Found = tuple[ModuleCall, tuple[int, ...]]
+
+
+class _NeuronColumns(NamedTuple):
+    """A projection, and its columns, one for each neuron."""
+
+    call: ModuleCall
+    columns: tuple[int, ...]
+
+    @property
+    def values(self) -> Tensor:
+        """Return the projection's output for each neuron."""
+        return self.call.value[..., _index(self.columns)]
+
+    def declared(self, owner: str) -> Projection:
+        """Return the declaration, with its path from a module around it."""
+        view = neurons_view(self.columns, self.call.value.shape[-1])
+        return Projection(relative(self.call.path, owner), view)
 
 
 class FoundMLP:
-    """Finds out what a feed-forward part is made of.
+    """Inferred structure of a feed-forward part.
 
     Args:
         part: the part.
         block: the path of its block.
-        config: the model's, which names an activation function: of several that compute the same, it is the one.
+        config: the model's configuration. The activation function that it names is preferred to
+            others that compute the same.
         norms: the norms of its block.
-        given: what the block is given, by the names of its arguments.
-        said: the activation function of the layers before it: another is declared as the module that computes it.
+        block_inputs: the block's inputs, by argument name.
+        usual: the activation function of the earlier layers. A different one is declared by the
+            module that computes it.
 
     Attributes:
-        d_mlp: how many neurons it has.
-        norm: the call of a norm between the neurons and the last layer, None where there is none.
-        act_fn: the name of its activation function, None where it has none that is known.
+        d_mlp: the number of neurons.
+        norm: the call of a norm between the neurons and the last layer, or None.
+        act_fn: the name of its activation function; None if it is not a known one.
 
     Raises:
         NotFound: it cannot be declared as an MLP.
@@ -89,243 +132,334 @@ class FoundMLP:
         block: str,
         config: PreTrainedConfig,
         norms: Norms,
-        given: Mapping[str, Tensor],
-        said: str | None = None,
+        block_inputs: Mapping[str, Tensor],
+        usual: str | None = None,
     ) -> None:
-        self.part, self.block, self.config, self.given, self.said = part, block, config, given, said
+        self.part = part
+        self.block = block
+        self.config = config
+        self.norms = norms
+        self.block_inputs = block_inputs
+        self.usual = usual
         self.names = activations(config)
         if hasattr(config, "swiglu_limit") and hasattr(config, "swiglu_alpha"):
             self.names += ("clamped_swiglu",)
-        if not part.producer.is_linear or part.producer.entered is None:
-            raise NotFound(f"{part.producer.path}, which puts out its result, is no linear layer")
-        self.post: BorderTensor = part.producer.entered
-        behind = [norm for norm in norms if norm in part.inside and norm.returned.mark == self.post.mark]
-        self.norms, self.norm = norms, behind[-1] if behind else None
+        producer = part.producer
+        if not producer.is_linear or producer.entered is None:
+            raise NotFound(f"{producer.path}, which computes its result, is not a linear layer")
+        self.post: BorderTensor = producer.entered
+        self.norm: ModuleCall | None = None
+        for norm in norms:
+            if norm in part.inside and norm.returned.mark == producer.entered.mark:
+                self.norm = norm
         if self.norm is not None and self.norm.entered is not None:
             self.post = self.norm.entered
         self.d_mlp = self.post.value.shape[-1]
+        #: The row of neurons that is looked at.
+        self.row = (0,) * (self.post.value.ndim - 2) + (2,)
         self.act_fn: str | None = None
-        self.linear: list[Found] = []
-        self.activated: list[Found] = []
+        #: The projections that the neurons are linear in, and the others.
+        self.linear: list[_NeuronColumns] = []
+        self.activated: list[_NeuronColumns] = []
         for call in part.calls:
             self._look_at(call)
 
     def _look_at(self, call: ModuleCall) -> None:
-        """Whether each neuron is made from one column of a projection, or of each of its parts, and how."""
-        if len(call.left) != 1:
+        """Record how the neurons depend on a projection: each neuron reads one column of it, or one
+        column of each of its parts.
+        """
+        if len(call.outputs) != 1:
             return
-        made, post = call.returned.live, self.post.live
-        if made.shape[:-1] != post.shape[:-1] or made.shape[-1] < self.d_mlp or not post.requires_grad:
-            return
-        row = (0,) * (post.ndim - 2) + (2,)
-        neurons = torch.arange(self.d_mlp, device=post.device)
-        weights = 1 + (neurons % 7)
-        gradient = gradient_of((post[row] * weights).sum(), made)
+        output = call.returned.live
+        gradient = self._gradient(output)
         if gradient is None:
             return
-        elsewhere = gradient.clone()
-        elsewhere[row] = 0
-        if bool(elsewhere.any()):
-            return
-        # Others of its columns may be queries, keys and values (PaLM).
-        own = (
-            list(range(made.shape[-1]))
-            if made.shape[-1] % self.d_mlp == 0
-            else gradient[row].nonzero().flatten().tolist()
-        )
-        for way in _ways(len(own), self.d_mlp) if len(own) % self.d_mlp == 0 else ():
-            index = tuple(own[column] for column in way)
-            columns = list(index)
-            if not self._is_elementwise(made, row, columns, gradient[row]):
+        # Other columns of the projection may be queries, keys and values (PaLM).
+        width = output.shape[-1]
+        own = list(range(width))
+        if width % self.d_mlp:
+            own = gradient.nonzero().flatten().tolist()
+        for order in _orders(len(own), self.d_mlp):
+            columns = tuple(own[column] for column in order)
+            if not self._is_elementwise(output, columns, gradient):
                 continue
-            derivative = gradient[row][_at(index)] / weights
-            value = made.detach()[row][_at(index)]
-            at = self.post.value[row]
-            is_linear = agree(derivative * value, at)
-            (self.linear if is_linear else self.activated).append((call, index))
+            derivative = gradient[_index(columns)] / self._neuron_weights()
+            value = output.detach()[self.row][_index(columns)]
+            projection = _NeuronColumns(call, columns)
+            if agree(derivative * value, self.post.value[self.row]):
+                self.linear.append(projection)
+            else:
+                self.activated.append(projection)
 
-    def _is_elementwise(self, made: Tensor, row: tuple[int, ...], columns: list[int], gradient: Tensor) -> bool:
-        """Whether some neurons, alone, each reach back to their own column, and to no other of this part."""
-        live = gradient[_at(columns)].nonzero().flatten().tolist()
+    def _neuron_weights(self) -> Tensor:
+        """Return the weights of the neurons whose sum is differentiated."""
+        return 1 + torch.arange(self.d_mlp, device=self.post.live.device) % 7
+
+    def _gradient(self, output: Tensor) -> Tensor | None:
+        """Return the gradient of one row's neurons with respect to that row of a projection's
+        output; None if they do not depend on it, or also depend on other rows.
+        """
+        post = self.post.live
+        if output.shape[:-1] != post.shape[:-1] or output.shape[-1] < self.d_mlp:
+            return None
+        if not post.requires_grad:
+            return None
+        gradient = gradient_of((post[self.row] * self._neuron_weights()).sum(), output)
+        if gradient is None:
+            return None
+        elsewhere = gradient.clone()
+        elsewhere[self.row] = 0
+        return None if bool(elsewhere.any()) else gradient[self.row]
+
+    def _is_elementwise(self, output: Tensor, columns: tuple[int, ...], gradient: Tensor) -> bool:
+        """Tell whether each of a sample of neurons depends on its own column only, among the
+        columns of this part.
+        """
+        live = gradient[_index(columns)].nonzero().flatten().tolist()
         if len(live) < 2:
             return False
-        others = set(columns)
         for neuron in (live[0], live[len(live) // 2]):
-            post = self.post.live[row][neuron]
-            one = gradient_of(post, made)
-            if one is None or {c for c in one[row].nonzero().flatten().tolist() if c in others} != {columns[neuron]}:
+            own = gradient_of(self.post.live[self.row][neuron], output)
+            if own is None:
+                return False
+            reached = own[self.row][_index(columns)].nonzero().flatten().tolist()
+            if reached != [neuron]:
                 return False
         return True
 
     def declare(self) -> MLP:
-        """The declaration.
+        """Return the declaration.
 
         Raises:
-            NotFound: gate and up could not be told apart, or were not found.
+            NotFound: gate and up were not found, or cannot be distinguished.
         """
-        linear, activated = self.linear, self.activated
+        part = self.part
         if not bool(self.post.value.any()):
-            path = self.part.producer.path
-            raise NotFound(f"{path} is given zeros alone, as where a kernel is missing: nothing tells what makes them")
-        reach = linear + activated
-        if len(reach) not in (1, 2):
-            raise NotFound(f"{len(reach)} projections reach its neurons one by one, not one or two")
-        gate: Found | None
-        if len(reach) == 1:
-            gate, up = None, reach[0]
-        elif len(linear) == 1:
-            gate, up = activated[0], linear[0]
-        elif len(linear) == 2:  # a ReLU's derivative is the step that it is multiplied with
-            gate, up = self._by_zeros(linear)
-        else:
-            gate, up = self._by_trying(activated)
-        self.act_fn = self._activation(gate, up)
-        factor = None if self.act_fn else self._factor(gate, up)
-        self.act_fn = self.act_fn if factor is None else self._activation(gate, up, factor)
-        given = None if self.act_fn or gate or self.part.owner else self._times_an_argument(up)
-        activation: str | float | None = factor if self.act_fn else self._activation_module(gate, up)
-        if self.said and self.act_fn and act_fn_name(self.act_fn) != self.said:
-            self.act_fn, other = None, self.act_fn
-            activation = self._activation_module(gate, up)
-            if activation is None:
-                raise NotFound(f"its activation function is {other}, and that of the layers before it {self.said}")
-        owner = self.part.owner.path if self.part.owner else self.block
-        if self.part.owner is None and gate and gate[0].path != up[0].path and self.part.pre is None:
+            raise NotFound(
+                f"{part.producer.path} is given zeros alone, as where a kernel is missing: nothing"
+                " tells what makes them"
+            )
+        gate, up = self._gate_and_up()
+        activation, block_input = self._activation(gate, up)
+        owner = part.owner.path if part.owner else self.block
+        if part.owner is None and part.pre is None and gate and gate.call.path != up.call.path:
             raise NotFound("its layers stand in the block itself, and two of them read the stream")
+        norm = None
+        if self.norm is not None:
+            norm = Norm(relative(self.norm.path, owner), self.norms[self.norm])
         return MLP(
             relative(owner, self.block),
-            up=replace(_projection(up, owner), width=self.d_mlp),
-            down=relative(self.part.producer.path, owner),
-            gate=gate and _projection(gate, owner),
-            ln=None if self.norm is None else Norm(relative(self.norm.path, owner), self.norms[self.norm]),
+            up=replace(up.declared(owner), width=self.d_mlp),
+            down=relative(part.producer.path, owner),
+            gate=gate and gate.declared(owner),
+            ln=norm,
             flat=self.post.value.ndim == 2,
             activation=activation,
-            given=given,
+            given=block_input,
         )
 
-    def _by_zeros(self, two: list[Found]) -> tuple[Found, Found]:
-        """Of two, the one whose negative values put the neuron out is the gate."""
-        for gate, up in (two, two[::-1]):
-            if bool(((self.post.value == 0) == (_values(gate) <= 0)).all()):
+    def _gate_and_up(self) -> tuple[_NeuronColumns | None, _NeuronColumns]:
+        """Return the gate, if there is one, and the up projection."""
+        projections = self.linear + self.activated
+        if len(projections) == 1:
+            return None, projections[0]
+        if len(projections) != 2:
+            raise NotFound(
+                f"{len(projections)} projections reach its neurons one by one, not one or two"
+            )
+        if len(self.linear) == 1:
+            return self.activated[0], self.linear[0]
+        if self.activated:
+            return self._by_trying()
+        return self._by_zeros()
+
+    def _by_zeros(self) -> tuple[_NeuronColumns, _NeuronColumns]:
+        """Return gate and up. The gate is the projection whose negative values zero the neuron.
+
+        For ReLU, grad * x == relu(x): the gate looks linear too.
+        """
+        zero = self.post.value == 0
+        for gate, up in (self.linear, self.linear[::-1]):
+            if torch.equal(zero, gate.values <= 0):
                 return gate, up
         raise NotFound("which of its two projections is the gate cannot be told")
 
-    def _by_trying(self, two: list[Found]) -> tuple[Found, Found]:
-        """Of two, neither of which enters the product as it is, the gate of a function of both."""
-        for gate, up in (two, two[::-1]):
-            if self._activation(gate, up) is not None:
+    def _by_trying(self) -> tuple[_NeuronColumns, _NeuronColumns]:
+        """Return gate and up by trying both orders, where neither projection is a plain factor of
+        the product.
+        """
+        for gate, up in (self.activated, self.activated[::-1]):
+            if self._function(gate, up) is not None:
                 return gate, up
         raise NotFound("neither of its two projections enters the product as it is")
 
-    def _activation_module(self, gate: Found | None, up: Found) -> str | None:
-        """The module that computes the activation function."""
+    def _activation(
+        self, gate: _NeuronColumns | None, up: _NeuronColumns
+    ) -> tuple[str | float | None, str | None]:
+        """Find the activation function.
+
+        Returns:
+            The factor of its input, or the module that computes it, if one is declared; and the
+            block argument that multiplies the activated neurons, or None.
+        """
+        activation: str | float | None = None
+        block_input = None
+        self.act_fn = self._function(gate, up)
+        if self.act_fn is None and (factor := self._factor(gate, up)) is not None:
+            self.act_fn = self._function(gate, up, factor)
+            activation = factor
+        if self.act_fn is None:
+            if gate is None and self.part.owner is None:
+                block_input = self._times_an_argument(up)
+            activation = None if self.act_fn else self._activation_module(gate, up)
+        if self.usual and self.act_fn and act_fn_name(self.act_fn) != self.usual:
+            activation = self._activation_module(gate, up)
+            if activation is None:
+                raise NotFound(
+                    f"its activation function is {self.act_fn}, and that of the layers before it"
+                    f" {self.usual}"
+                )
+            self.act_fn = None
+        return activation, block_input
+
+    def _activation_module(self, gate: _NeuronColumns | None, up: _NeuronColumns) -> str | None:
+        """Return the path of the module that computes the activation function, or None."""
         owner = self.part.owner
-        before, other = _values(gate or up), _values(up) if gate else 1.0
-        for each in self.part.inside if owner else ():
-            made = each.returned.value if each.left and each.entered and each.is_leaf else None
-            if made is None or each.entered is None or not torch.equal(each.entered.value, before):
+        if owner is None:
+            return None
+        before = (gate or up).values
+        other = up.values if gate else 1.0
+        for call in self.part.inside:
+            x = call.entered_value
+            if x is None:
                 continue
-            if owner and agree(made * other, self.post.value, each=True):
-                return relative(each.path, owner.path)
+            if not call.outputs:
+                continue
+            if not call.is_leaf:
+                continue
+            if not torch.equal(x, before):
+                continue
+            if agree(call.value * other, self.post.value, each=True):
+                return relative(call.path, owner.path)
         return None
 
-    def _times_an_argument(self, up: Found) -> str | None:
-        """The argument of the block that the activated neurons are multiplied with."""
-        for name, other in self.given.items():
-            if other.shape == self.post.value.shape:
-                self.act_fn = _act_fn(self.names, _values(up), other.detach(), self.post.value, self.config)
+    def _times_an_argument(self, up: _NeuronColumns) -> str | None:
+        """Return the name of the block argument that multiplies the activated neurons, or None."""
+        post = self.post.value
+        for name, x in self.block_inputs.items():
+            if x.shape == post.shape:
+                self.act_fn = _act_fn(self.names, up.values, x.detach(), post, self.config)
                 if self.act_fn:
                     return name
         return None
 
-    def _factor(self, gate: Found | None, up: Found) -> float | None:
-        """What enters the module of the activation function is multiplied with before (Falcon-H1)."""
-        owner, before = self.part.owner, _values(gate or up).double()
+    def _factor(self, gate: _NeuronColumns | None, up: _NeuronColumns) -> float | None:
+        """Return the factor by which the activation module's input is multiplied (Falcon-H1), or
+        None.
+        """
+        owner = self.part.owner
+        before = (gate or up).values.double()
         if owner is None or any(p.numel() == 1 for p in owner.module.parameters()):
-            return None  # training may change it
-        for each in self.part.inside:
-            entered = each.entered.value if each.entered and each.is_leaf and not each.is_linear else None
-            if entered is not None and entered.shape == before.shape:
-                factor = factor_of(entered, before)
-                if agree(factor * before, entered.double(), each=True):
-                    return rounded(factor)
+            return None  # a scalar parameter: training may change the factor
+        for call in self.part.inside:
+            x = call.entered_value
+            if x is None:
+                continue
+            if not call.is_leaf:
+                continue
+            if call.is_linear:
+                continue
+            if x.shape != before.shape:
+                continue
+            factor = factor_of(x, before)
+            if agree(factor * before, x.double(), each=True):
+                return rounded(factor)
         return None
 
-    def _activation(self, gate: Found | None, up: Found, factor: float = 1.0) -> str | None:
-        """The name of the activation function."""
-        before, other = _values(gate or up) * factor, _values(up) if gate else None
+    def _function(
+        self, gate: _NeuronColumns | None, up: _NeuronColumns, factor: float = 1.0
+    ) -> str | None:
+        """Return the name of the activation function, or None."""
+        before = (gate or up).values * factor
+        other = up.values if gate else None
         return _act_fn(self.names, before, other, self.post.value, self.config)
 
 
 def _act_fn(
-    names: Sequence[str], x: Tensor, other: Tensor | None, seen: Tensor, config: PreTrainedConfig
+    names: Sequence[str],
+    x: Tensor,
+    other: Tensor | None,
+    recorded: Tensor,
+    config: PreTrainedConfig,
 ) -> str | None:
-    """The name of the activation function that makes, with another factor or without, what was seen."""
-    made = ((name, activated(name, x, other, config)) for name in names)
-    return next((name for name, y in made if y is not None and agree(y, seen, each=True)), None)
+    """Return the name of the activation function that reproduces the recorded values from `x`,
+    multiplied by `other` if it is not None; None if no function does.
+    """
+    for name in names:
+        y = activated(name, x, other, config)
+        if y is not None and agree(y, recorded, each=True):
+            return name
+    return None
 
 
-def _values(found: Found) -> Tensor:
-    """What a projection makes of each neuron."""
-    return found[0].returned.value[..., _at(found[1])]
+def _index(columns: Sequence[int]) -> Tensor:
+    """Return columns as an index tensor: torch converts a list number by number, which is slow."""
+    return torch.tensor(columns, device="cpu")
 
 
-def _at(index: Sequence[int]) -> Tensor:
-    """Columns, as an index: torch looks at a list number by number."""
-    return torch.tensor(index)
-
-
-def _ways(width: int, d_mlp: int) -> list[tuple[int, ...]]:
-    """The columns that a part of a projection may have: one part after the other, or neuron by neuron."""
+def _orders(width: int, d_mlp: int) -> Iterator[range]:
+    """Yield the candidate columns for each part of a projection: parts concatenated, or interleaved
+    neuron by neuron.
+    """
     n = width // d_mlp
-    after = [tuple(range(i * d_mlp, (i + 1) * d_mlp)) for i in range(n)]
-    return after + ([tuple(range(i, width, n)) for i in range(n)] if n > 1 else [])
+    if width % d_mlp:
+        return
+    for start in range(0, width, d_mlp):
+        yield range(start, start + d_mlp)
+    for start in range(n if n > 1 else 0):
+        yield range(start, width, n)
 
 
-def _projection(found: Found, owner: str) -> Projection:
-    call, index = found
-    return Projection(relative(call.path, owner), neurons_view(index, call.returned.value.shape[-1]))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Router, experts and shared expert of a recorded mixture.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def experts_of(part: FoundPart, recording: Recording) -> ModuleCall | None:
-    """The call of the module that keeps a mixture's experts; None where there is none.
+    """Return the call of the module that holds a mixture's experts; None if there is none.
 
-    It has two parameters for all of them, as transformers has it, or is a list of modules with a forward of its own.
+    The module stacks all experts in two parameters, as in transformers, or is a list of modules
+    that defines a forward.
     """
-    inside = recording.between(part.start, part.producer.end)
-    for call in inside:
-        if are_modules(call.module) and any(True for _ in call.module.children()):
+    for call in recording.between(part.start, part.producer.end):
+        module = call.module
+        if are_modules(module) and any(True for _ in module.children()):
             return call
-        if stacked(call.module):
+        if stacked(module):
             return call
-        weights = [getattr(call.module, name, None) for name in (first_projection(call.module), "down_proj")]
+        weights = (getattr(module, name, None) for name in (first_projection(module), "down_proj"))
         if all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
             return call
     return None
 
 
-_NO_SUM = "what it puts out is not the sum of its experts and of one that all tokens are sent to"
+_NO_SUM = "its output is not the sum of its experts and of one that all tokens are sent to"
 
 
-class FoundExperts:
-    """What is found of a mixture, however its experts are kept.
+class _FoundExperts:
+    """Inferred structure of a mixture of experts, for any storage of the experts.
 
     Args:
         part: the part.
         recording: the run.
         block: the path of its block.
-        config: the model's.
+        config: the model's configuration.
 
     Attributes:
         num_experts, experts_per_token, d_expert: its sizes.
-        gated: its experts have a gate.
-        d_shared: the width of its shared expert, None where it has none.
-        act_fn: the name of the activation function, None where it has none that is known.
+        gated: whether its experts have a gate.
+        d_shared: the width of its shared expert; None if there is none.
+        act_fn: the name of the activation function; None if it is not a known one.
     """
 
     owner: ModuleCall
@@ -333,48 +467,118 @@ class FoundExperts:
     experts_per_token: int
     gated: bool
 
-    def __init__(self, part: FoundPart, recording: Recording, block: str, config: PreTrainedConfig) -> None:
-        self.part, self.recording, self.block, self.config = part, recording, block, config
+    def __init__(
+        self, part: FoundPart, recording: Recording, block: str, config: PreTrainedConfig
+    ) -> None:
+        self.part = part
+        self.recording = recording
+        self.block = block
+        self.config = config
         self.layers: Layers | None = None
         self.d_expert: int | None = None
         self.d_shared: int | None = None
         self.act_fn: str | None = None
-        #: What the results of the experts, and of the shared one, are multiplied with.
+        #: Factors of the experts' sum, and of the shared expert's output.
         self.factors: tuple[float, float] = (1.0, 1.0)
 
     def mlp_of(self, call: ModuleCall, base: str = "") -> tuple[MLP, FoundMLP]:
-        """What a module of the mixture is as an MLP, with its path from `base`, and how that was found.
+        """Return the MLP declaration of a module of the mixture, with its path from `base`, and the
+        `FoundMLP` behind it.
 
         Raises:
-            NotFound: it is none.
+            NotFound: the module is not an MLP.
         """
-        inside = [c for c in self.recording.calls if call.holds(c) and c.is_linear]
-        last = [c for c in inside if c.returned.mark == call.returned.mark]
+        linear = [other for other in self.recording.inside(call) if other.is_linear]
+        last = [other for other in linear if other.returned.mark == call.returned.mark]
         if not last:
-            raise NotFound(f"what {call.path} puts out is not what a linear layer of it does")
-        matrices = [c for c in inside if c is not last[-1]]
-        of_call = FoundPart(call, call, call.returned, last[-1], None, None, matrices, [], self.part.reads, call.start)
-        found = FoundMLP(of_call, base, self.config, {}, {})
-        mlp = found.declare()
-        return replace(mlp, up=replace(mlp.up, width=None)), found
-
-    def beside(self, known: Sequence[ModuleCall]) -> tuple[list[ModuleCall], list[ModuleCall]]:
-        """What may be an expert that all tokens are sent to, and what may be its gate: not inside of known modules."""
-        inside = self.recording.between(self.owner.start, self.owner.end)
-        others = [call for call in inside if call.left and not any(each.holds(call) for each in known)]
-        size, gates = self.part.added.value.numel(), [call for call in others if call.is_linear]
-        return (
-            [call for call in others if not call.is_leaf and call.returned.value.numel() == size],
-            [call for call in gates if call.returned.value.shape[-1] == 1],
+            raise NotFound(f"what {call.path} returns is not what a linear layer of it returns")
+        part = FoundPart(
+            owner=call,
+            out=call,
+            added=call.returned,
+            producer=last[-1],
+            calls=[other for other in linear if other is not last[-1]],
+            softmaxes=[],
+            reads=self.part.reads,
+            start=call.start,
         )
+        mlp = FoundMLP(part, base, self.config, {}, {})
+        declared = mlp.declare()
+        return replace(declared, up=replace(declared.up, width=None)), mlp
+
+    def with_shared(
+        self, known: Sequence[ModuleCall], results: Tensor
+    ) -> tuple[Tensor, MLP | None, ModuleCall | None]:
+        """Explain the output as a sum of the experts' outputs and of a shared expert, which
+        receives every token.
+
+        Args:
+            known: the modules of the experts and the router.
+            results: the experts' outputs, ``[token, expert, d_model]``, zero where they did not
+                receive the token.
+
+        Returns:
+            The weight of each expert's output, ``[token, expert]``, the shared expert, and its
+            gate.
+
+        Raises:
+            NotFound: the output is not such a sum.
+        """
+        output = self.part.added.value
+        total = output.flatten(0, -2).double()
+        if total.shape != results[:, 0].shape:
+            raise NotFound(f"{self.owner.path} returns {total.shape[-1]} numbers for a token")
+        weights = weights_in_sum(total, results, [], output)
+        if weights is not None:
+            return weights, None, None
+        others, gates = self._beside(known)
+        for call in others:
+            shared = call.value.flatten(0, -2).double()
+            weights = weights_in_sum(total, results, [shared], output)
+            if weights is None:
+                continue
+            for gate in (None, *gates):
+                factor = _constant(_ungated(weights[:, -1], gate), call.value)
+                if factor is not None:
+                    declared, mlp = self.mlp_of(call, self.owner.path)
+                    self.d_shared = mlp.d_mlp
+                    self.act_fn = self.act_fn or mlp.act_fn
+                    self.factors = (self.factors[0], factor)
+                    return weights[:, :-1], declared, gate
+        raise NotFound(_NO_SUM)
+
+    def _beside(self, known: Sequence[ModuleCall]) -> tuple[list[ModuleCall], list[ModuleCall]]:
+        """Return candidates for the shared expert and candidates for its gate, outside of known
+        modules.
+        """
+        size = self.part.added.value.numel()
+        others: list[ModuleCall] = []
+        gates: list[ModuleCall] = []
+        for call in self.recording.between(self.owner.start, self.owner.end):
+            if not call.outputs or any(other.holds(call) for other in known):
+                continue
+            if call.is_linear and call.value.shape[-1] == 1:
+                gates.append(call)
+            if not call.is_leaf and call.value.numel() == size:
+                others.append(call)
+        return others, gates
 
     def declared(
-        self, experts: str, router: ModuleCall, returns: tuple[RouterElement, ...], chosen_by: ChosenBy,
-        shared: MLP | None, gate: ModuleCall | None, margin: float = 0.0,
-    ) -> MoE:  # fmt: skip
-        """The declaration; its arguments are what `MoE` says, with paths from the model."""
+        self,
+        experts: str,
+        router: ModuleCall,
+        returns: tuple[RouterElement, ...],
+        chosen_by: ChosenBy,
+        shared: MLP | None,
+        gate: ModuleCall | None,
+        margin: float = 0.0,
+    ) -> MoE:
+        """Return the declaration; the arguments are those of `MoE`, with paths from the model."""
         owner = self.owner.path
-        gates = () if gate is None else (replace(GATE, projection=Projection(relative(gate.path, owner))),)
+        shared_transform: tuple[Gate | Affine, ...] = times(self.factors[1])
+        if gate is not None:
+            projection = Projection(relative(gate.path, owner))
+            shared_transform = (replace(GATE, projection=projection), *shared_transform)
         return MoE(
             relative(owner, self.block),
             router=relative(router.path, owner),
@@ -384,17 +588,34 @@ class FoundExperts:
             router_returns=returns,
             factor=self.factors[0],
             shared=shared,
-            shared_transform=(*gates, *times(self.factors[1])),
+            shared_transform=shared_transform,
             layers=self.layers,
             flat=self.part.added.value.ndim == 2,
         )
 
 
-class FoundMixture(FoundExperts):
-    """Finds out what a mixture of experts is made of.
+def _ungated(factors: Tensor, gate: ModuleCall | None) -> Tensor:
+    """Return the weights of a shared expert in the sum, divided by its gate."""
+    if gate is None:
+        return factors
+    return factors / GATE.of(torch.ones_like(factors), gate.value.flatten())
+
+
+def _constant(factors: Tensor, like: Tensor) -> float | None:
+    """Return the common value of all factors; None if they differ, or are zero."""
+    factor = rounded(float(factors.mean()))
+    if abs(factor) < NEGLIGIBLE:
+        return None
+    if not agree(factors, torch.full_like(factors, factor), like):
+        return None
+    return factor
+
+
+class FoundMixture(_FoundExperts):
+    """Inferred structure of a mixture with one experts module.
 
     Args:
-        part, recording, block, config: as for `FoundExperts`.
+        part, recording, block, config: as for `_FoundExperts`.
         experts: the call of its experts.
 
     Raises:
@@ -402,22 +623,35 @@ class FoundMixture(FoundExperts):
     """
 
     def __init__(
-        self, part: FoundPart, recording: Recording, block: str, experts: ModuleCall, config: PreTrainedConfig
+        self,
+        part: FoundPart,
+        recording: Recording,
+        block: str,
+        experts: ModuleCall,
+        config: PreTrainedConfig,
     ) -> None:
         super().__init__(part, recording, block, config)
-        self.experts, self.in_batches, self.gated = experts, False, has_gate(experts.module)
-        if are_modules(experts.module):
-            self.num_experts = len(members_of(experts.module))
+        module = experts.module
+        self.experts = experts
+        self.in_batches = False
+        self.gated = has_gate(module)
+        if are_modules(module):
+            self.num_experts = len(members_of(module))
             self._look_into_an_expert()
         else:
-            every = stacked(experts.module)
-            self.num_experts = len(every["W_out"] if every else materialized(experts.module, "down_proj"))
-            if not every:
+            stacks = stacked(module)
+            matrices = stacks["W_out"] if stacks else materialized(module, "down_proj")
+            self.num_experts = len(matrices)
+            if not stacks:
                 self._look_how_they_lie()
-            self.d_expert, self.act_fn = width(experts.module), self._activation()
+            self.d_expert = width(module)
+            self.act_fn = self._activation()
         self.router = self._router()
-        #: The router returns logits alone, and what is chosen is seen where the experts are given it.
-        self.chosen = experts.given.get("top_k_index") if self.router.n_left == 1 else None
+        #: If the router returns only logits, the chosen experts are read from the input of the
+        #: experts module.
+        self.chosen: Tensor | None = None
+        if self.router.n_outputs == 1:
+            self.chosen = experts.named_tensors.get("top_k_index")
         if self.in_batches:
             self.experts_per_token = int((self.router.element(0).value != 0).sum(-1).max())
         else:
@@ -426,209 +660,266 @@ class FoundMixture(FoundExperts):
         self.owner = self._owner()
 
     def _look_how_they_lie(self) -> None:
-        """Whether every expert is given every token; if not, their module has to say how they lie.
+        """Check whether every expert receives every token; if not, the module must describe the
+        layout of its weights.
 
         Raises:
-            NotFound: it does not.
+            NotFound: the module does not describe it.
         """
-        experts, flags = self.experts, ("is_transposed", "is_concatenated", "has_bias")
-        entered = () if experts.entered is None else experts.entered.value.shape
-        self.in_batches = in_batches(experts.module) and entered[:1] == (self.num_experts * self._rows(),)
-        missing = [name for name in flags if not hasattr(experts.module, name)]
+        module = self.experts.module
+        rows = self.experts.entered_value
+        n_rows = self.num_experts * self._rows()
+        self.in_batches = in_batches(module) and rows is not None and len(rows) == n_rows
+        flags = ("is_transposed", "is_concatenated", "has_bias")
+        missing = [name for name in flags if not hasattr(module, name)]
         if missing and not self.in_batches:
-            raise NotFound(f"{experts.path} does not say how its experts lie ({', '.join(missing)})")
+            raise NotFound(
+                f"{self.experts.path} does not say how its experts lie ({', '.join(missing)})"
+            )
 
     def _rows(self) -> int:
-        """How many tokens the part is given."""
+        """Return the number of tokens in the part's input."""
         return self.recording.batch * self.recording.pos
 
     def _router(self) -> ModuleCall:
-        """What chooses: it returns logits, and weights and indices of the chosen ones."""
+        """Return the call of the router, which outputs logits, and the weights and indices of the
+        chosen experts.
+        """
         for call in self.recording.between(self.part.start, self.part.producer.end):
-            given = [tuple(seen.value.shape) for seen in call.left]
-            if self.in_batches and call.end <= self.experts.start and given == [(self._rows(), self.num_experts)] * 2:
+            if call.end <= self.experts.start and self._chooses(call):
                 return call
-            if call.end <= self.experts.start and call.n_left == 3 and call.indices == [2] and len(given) == 2:
-                (rows, experts), (others, chosen) = given[0][-2:], given[1][-2:]
-                if rows == others and experts == self.num_experts and chosen <= experts:
-                    return call
-            if given == [(self._rows(), self.num_experts)] and call.n_left == 1 and self._is_chosen_from(call):
+            if self._is_chosen_from(call):
                 return call
         raise NotFound(
-            f"no module before {self.experts.path} returns logits, weights and indices of the chosen experts"
+            f"no module before {self.experts.path} returns logits, weights and indices of the"
+            " chosen experts"
         )
 
+    def _chooses(self, call: ModuleCall) -> bool:
+        """Tell whether a call returns logits, weights and indices of the chosen experts; or, if
+        every expert receives every token, logits and weights of all experts.
+        """
+        shapes = [tuple(output.value.shape) for output in call.outputs]
+        if len(shapes) != 2:
+            return False
+        if self.in_batches and shapes == [(self._rows(), self.num_experts)] * 2:
+            return True
+        places = [output.key for output in call.outputs]
+        if call.n_outputs != 3:
+            return False
+        if call.indices is None:
+            return False
+        if places != [0, 1]:
+            return False
+        (rows, n_experts), (weight_rows, n_chosen) = shapes[0][-2:], shapes[1][-2:]
+        if rows != weight_rows:
+            return False
+        return n_experts == self.num_experts >= n_chosen
+
     def _is_chosen_from(self, call: ModuleCall) -> bool:
-        """Whether a softmax of what a call returned, behind it, is what the experts that are given were chosen by."""
-        logits = call.returned.value
-        behind = [s.scores for s in self.recording.softmaxes_between(call.end, self.experts.start)]
-        given = {"top_k_index", "top_k_weights"} <= self.experts.given.keys()
-        return given and any(torch.equal(scores.detach(), logits) for scores in behind)
+        """Tell whether the experts were chosen by a softmax that was computed over a call's
+        output."""
+        arguments = self.experts.named_tensors
+        is_shape = call.n_outputs == len(call.outputs) == 1
+        if not is_shape:
+            return False
+        if not {"top_k_index", "top_k_weights"} <= arguments.keys():
+            return False
+        if call.value.shape != (self._rows(), self.num_experts):
+            return False
+        softmaxes = self.recording.softmaxes_between(call.end, self.experts.start)
+        return any(torch.equal(softmax.scores.detach(), call.value) for softmax in softmaxes)
 
     def _look_into_an_expert(self) -> None:
-        """The layers of the expert that most tokens were sent to: which of two is the gate, a few rows say."""
-        prefix = f"{self.experts.path}."
-        ran = [
-            call for call in self.recording.between(self.experts.start, self.experts.end)
-            if call.path.startswith(prefix) and "." not in call.path[len(prefix) :] and call.left
-        ]  # fmt: skip
-        most = max(ran, key=lambda call: len(call.returned.value), default=None)
-        if most is None or len(most.returned.value) < 3:
-            raise NotFound(f"no module in {self.experts.path} was given three tokens, by which it could be known")
-        mlp, found = self.mlp_of(most)
-        if mlp.gate is not None and mlp.gate.view is None and mlp.up.view is None:
-            self.layers = mlp.gate.path, mlp.up.path, mlp.down
-            if layers_of(most.module) == self.layers:
-                self.layers = None  # as it is without being said
-            self.d_expert, self.act_fn = found.d_mlp, found.act_fn
+        """Read the layers of the expert with the most tokens: telling gate from up takes several
+        rows.
+        """
+        inside = self.recording.between(self.experts.start, self.experts.end)
+        children = [c for c in inside if c.path.rpartition(".")[0] == self.experts.path]
+        ran = [call for call in children if call.outputs]
+        most = max(ran, key=lambda call: len(call.value), default=None)
+        if most is None or len(most.value) < 3:
+            raise NotFound(
+                f"no module in {self.experts.path} was given three tokens, by which it could be"
+                " known"
+            )
+        declared, mlp = self.mlp_of(most)
+        up = declared.up
+        gate = declared.gate
+        if gate is not None and gate.view is None and up.view is None:
+            layers = gate.path, up.path, declared.down
+            self.layers = None if layers_of(most.module) == layers else layers  # None: the default
+            self.d_expert = mlp.d_mlp
+            self.act_fn = mlp.act_fn
 
     def _owner(self) -> ModuleCall:
-        around = tightest(
-            call for call in self.recording.calls
-            if call.holds(self.router) and call.holds(self.experts) and call.path.startswith(self.block + ".")
-        )  # fmt: skip
-        if around is None:
+        inside = [call for call in self.recording.calls if call.path.startswith(self.block + ".")]
+        around = [call for call in inside if call.holds(self.router) and call.holds(self.experts)]
+        owner = tightest(around)
+        if owner is None:
             raise NotFound("no module stands around its router and its experts")
-        return around
+        return owner
 
-    def _weights(self, tried: MoE) -> tuple[Tensor, Tensor]:
-        """The weights of the chosen experts, as a noun makes them of the logits, and as the router returned them."""
+    def _weights(self, candidate: MoE) -> tuple[Tensor, Tensor]:
+        """Return the weights of the chosen experts twice: as a declaration computes them from the
+        logits, and as the router returned them.
+        """
         logits, weights = (self.router.element(key).value.flatten(0, -2).double() for key in (0, 1))
-        chosen = self.router.indices_seen.flatten(0, -2).long()
-        return tried.shares(logits, sent_to(chosen, self.num_experts)).gather(-1, chosen), weights
+        assert self.router.indices is not None
+        chosen = self.router.indices.flatten(0, -2).long()
+        shares = candidate.shares(logits, sent_to(chosen, self.num_experts))
+        return shares.gather(-1, chosen), weights
 
     def _margin(self) -> float | None:
-        """How close others have to come to experts that are chosen in turn: one of the router's own numbers."""
-        for margin in [each for each in vars(self.router.module).values() if isinstance(each, float) and each > 0]:
-            both = self._weights(MoE("", "", chosen_by="in turn", margin=margin))
-            if agree(*both, self.router.element(0).value):
-                return margin
+        """Return the margin within which other experts compete with the experts chosen one after
+        the other. Only float attributes of the router are tried; None if none fits.
+        """
+        logits = self.router.element(0).value
+        for margin in vars(self.router.module).values():
+            if isinstance(margin, float) and margin > 0:
+                candidate = MoE("", "", chosen_by="in turn", margin=margin)
+                if agree(*self._weights(candidate), logits):
+                    return margin
         return None
 
     def chosen_by(self) -> Literal["probabilities", "logits", "scores", "in turn"]:
-        """What the router compares the experts by."""
+        """Return what the router compares the experts by."""
         if self.in_batches:
             return "scores"
         if self.chosen is not None:
             return "probabilities"
-        inside = self.recording.softmaxes_between(self.router.start, self.router.end)
-        choice = [time for time in self.recording.choices if self.router.start < time < self.router.end]
-        if not inside:
-            self._are_sigmoids()
+        router = self.router
+        softmaxes = self.recording.softmaxes_between(router.start, router.end)
+        choice = self.recording.first_choice(router)
+        if not softmaxes:
+            self._check_sigmoids()
             return "scores"
-        if len(inside) == self.experts_per_token and self._margin() is not None:
+        if len(softmaxes) == self.experts_per_token and self._margin() is not None:
             return "in turn"
-        first = inside[0]
-        if first.scores.shape[-1] == self.num_experts and (not choice or first.time < choice[0]):
+        softmax = softmaxes[0]
+        width = softmax.scores.shape[-1]
+        is_before = choice is None or softmax.time < choice
+        if width == self.num_experts and is_before:
             return "probabilities"
-        if len(inside) == 1 and first.scores.shape[-1] == self.experts_per_token and choice and first.time > choice[0]:
+        if len(softmaxes) == 1 and width == self.experts_per_token and not is_before:
             return "logits"
-        raise NotFound(f"{self.router.path} computes softmaxes of {[tuple(s.scores.shape) for s in inside]}")
+        shapes = [tuple(softmax.scores.shape) for softmax in softmaxes]
+        raise NotFound(f"{router.path} computes softmaxes of {shapes}")
 
-    def _are_sigmoids(self) -> None:
-        """The weights of the chosen experts are in the ratios of their logits' sigmoids."""
-        made, seen = (x / x.sum(-1, keepdim=True) for x in self._weights(MoE("", "", chosen_by="scores")))
-        if not agree(seen, made, self.router.element(1).value):
-            raise NotFound(f"{self.router.path} weighs the experts by something else than a softmax or sigmoids")
+    def _check_sigmoids(self) -> None:
+        """Check that the weights of the chosen experts are proportional to the sigmoids of their
+        logits.
+        """
+        computed, recorded = self._weights(MoE("", "", chosen_by="scores"))
+        computed = computed / computed.sum(-1, keepdim=True)
+        recorded = recorded / recorded.sum(-1, keepdim=True)
+        if not agree(recorded, computed, self.router.element(1).value):
+            raise NotFound(
+                f"{self.router.path} weighs the experts by something else than a softmax or"
+                " sigmoids"
+            )
 
     def _corrected(self) -> bool:
-        """Whether the chosen experts are others than those of the largest logits."""
-        routed = (self.router.indices_seen if self.chosen is None else self.chosen).flatten(0, -2)
-        best = MoE("", "").best(self.router.returned.value.flatten(0, -2), self.experts_per_token)
-        return not torch.equal(best, sent_to(routed, self.num_experts))
+        """Tell whether the chosen experts differ from those with the largest logits."""
+        chosen = self.router.indices if self.chosen is None else self.chosen
+        assert chosen is not None
+        best = MoE("", "").best(self.router.value.flatten(0, -2), self.experts_per_token)
+        return not torch.equal(best, sent_to(chosen.flatten(0, -2), self.num_experts))
 
     def declare(self) -> MoE:
-        """The declaration.
+        """Return the declaration.
 
         Raises:
-            NotFound: what is added is not what its experts and its shared expert put out.
+            NotFound: the output is not the sum of its experts and its shared expert.
         """
         shared, gate = self._shared()
-        linear = [call for call in self.recording.calls if self.router.holds(call) and call.is_linear]
-        if not linear and getattr(self.router.module, "weight", None) is None:
-            raise NotFound(f"{self.router.path} has no matrix of its own")
+        router = self.router
+        has_matrix = any(call.is_linear for call in self.recording.inside(router))
+        if not has_matrix and getattr(router.module, "weight", None) is None:
+            raise NotFound(f"{router.path} has no matrix of its own")
         chosen_by: ChosenBy = self.chosen_by()
         if chosen_by == "probabilities" and self._corrected():
             chosen_by = "corrected probabilities"
-        returns: tuple[RouterElement, ...] = CHOICE if self.chosen is None else ("logits",)
-        returns = ("every weight", "logits") if self.in_batches else returns
         margin = (self._margin() or 0.0) if chosen_by == "in turn" else 0.0
-        return self.declared(self.experts.path, self.router, returns, chosen_by, shared, gate, margin)
+        returns: tuple[RouterElement, ...] = CHOICE if self.chosen is None else ("logits",)
+        if self.in_batches:
+            returns = ("every weight", "logits")
+        return self.declared(self.experts.path, router, returns, chosen_by, shared, gate, margin)
 
     def _shared(self) -> tuple[MLP | None, ModuleCall | None]:
-        """The expert that every token is sent to, and the gate behind it."""
-        total = self.part.added.value.double().flatten()
-        put_out = self.experts.returned.value.double()
-        routed = (put_out.unflatten(0, (self.num_experts, -1)).sum(0) if self.in_batches else put_out).flatten()
-        if self._is_sum(total, [routed]):
-            return None, None
-        others, gates = self.beside([self.experts, self.router])
-        for call in others:
-            for gate in (None, *gates):
-                value = call.returned.value.flatten(0, -2).double()
-                if gate is not None:
-                    value = GATE.of(value, gate.returned.value.flatten(0, -2))
-                if self._is_sum(total, [routed, value.flatten()]):
-                    shared, found = self.mlp_of(call, self.owner.path)
-                    self.d_shared, self.act_fn = found.d_mlp, self.act_fn or found.act_fn
-                    return shared, gate
-        raise NotFound(_NO_SUM)
-
-    def _is_sum(self, total: Tensor, terms: list[Tensor]) -> bool:
-        """Whether terms add up, each with a factor, which is kept."""
-        if any(term.shape != total.shape for term in terms):
-            return False
-        columns = torch.stack(terms, 1)
-        weights = torch.linalg.lstsq(columns, total[:, None]).solution[:, 0]
-        if not agree(columns @ weights, total, self.part.added.value) or bool((weights.abs() < NEGLIGIBLE).any()):
-            return False
-        first, *second = map(rounded, weights.tolist())
-        self.factors = (first, second[0] if second else 1.0)
-        return True
+        """Return the shared expert, which receives every token, and its gate."""
+        output = self.experts.value.double()
+        if self.in_batches:
+            output = output.unflatten(0, (self.num_experts, -1)).sum(0)
+        routed = output.flatten(0, -2).unsqueeze(1)
+        weights, shared, gate = self.with_shared([self.experts, self.router], routed)
+        reached = routed.squeeze(1).any(-1)
+        factor = _constant(weights[reached], self.part.added.value)
+        if factor is None:
+            raise NotFound(_NO_SUM)
+        self.factors = (factor, self.factors[1])
+        return shared, gate
 
     def _activation(self) -> str | None:
-        """The name of the activation function of experts that are kept in one parameter for all."""
-        for call in self.recording.calls:
-            if not self.experts.holds(call) or call.entered is None or not call.is_leaf or not call.left:
+        """Return the name of the activation function of experts stored in one stacked parameter."""
+        names = activations(self.config)
+        for call in self.recording.inside(self.experts):
+            x = call.entered_value
+            if x is None:
                 continue
-            x, y = call.entered.value, call.returned.value
+            if not call.is_leaf:
+                continue
+            if not call.outputs:
+                continue
+            y = call.value
             if (
                 x.shape == y.shape
                 and y.numel()
-                and (name := _act_fn(activations(self.config), x, None, y, self.config))
+                and (name := _act_fn(names, x, None, y, self.config))
             ):
                 return name
         return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A mixture whose experts are modules of a list that a forward loops over, as in most remote code.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Mixtures whose forward loops over a list of expert modules, as in most remote code.
+# --------------------------------------------------------------------------------------------------
 
 
 def list_of_experts(part: FoundPart, recording: Recording) -> tuple[str, nn.ModuleList] | None:
-    """The path of the list of a mixture's experts, and it; None where there is none.
+    """Return the path of the list of a mixture's experts, and the list; None if there is none.
 
-    Two or more modules of one class, which are given rows that are as wide as the stream.
+    The list has two or more modules of one class, whose inputs are as wide as the stream.
     """
     if part.owner is None:
         return None
     for path, module in part.owner.module.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(each) for each in members_of(module)}) != 1:
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        at = join(part.owner.path, path)
-        calls = [call for i in range(len(module)) for call in recording.of(join(at, str(i)))]
-        wide = [call for call in calls if call.entered and call.left and not call.is_leaf]
-        if len(module) > 1 and len(wide) == len(calls) > 1 and all(part.owner.holds(call) for call in calls):
-            return at, module
+        if len({type(member) for member in members_of(module)}) != 1:
+            continue
+        path = join(part.owner.path, path)
+        calls = [call for i in range(len(module)) for call in recording.of(join(path, str(i)))]
+        if len(calls) > 1 and all(_is_expert(call, part.owner) for call in calls):
+            return path, module
     return None
 
 
-class FoundExpertModules(FoundExperts):
-    """Finds out what such a mixture is made of: which rows each expert is given, and how their results add up.
+def _is_expert(call: ModuleCall, owner: ModuleCall) -> bool:
+    """Tell whether a call has submodules, an input and an output, and runs inside the mixture."""
+    if not bool(call.entered and call.outputs):
+        return False
+    if call.is_leaf:
+        return False
+    return owner.holds(call)
+
+
+class FoundExpertModules(_FoundExperts):
+    """Inferred structure of a mixture whose experts are modules of a list: the rows that each
+    expert receives, and the weights of their sum.
 
     Args:
-        part, recording, block, config: as for `FoundExperts`.
+        part, recording, block, config: as for `_FoundExperts`.
         experts: the path of the list, and the list.
 
     Raises:
@@ -636,144 +927,161 @@ class FoundExpertModules(FoundExperts):
     """
 
     def __init__(
-        self, part: FoundPart, recording: Recording, block: str, experts: tuple[str, nn.ModuleList],
+        self,
+        part: FoundPart,
+        recording: Recording,
+        block: str,
+        experts: tuple[str, nn.ModuleList],
         config: PreTrainedConfig,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(part, recording, block, config)
         assert part.owner is not None and part.owner.entered is not None
-        self.owner, (self.path, modules) = part.owner, experts
+        self.owner = part.owner
+        self.path, modules = experts
         self.num_experts = len(modules)
-        self.calls = [recording.of(join(self.path, str(e))) for e in range(self.num_experts)]
+        self.by_expert = [recording.of(join(self.path, str(e))) for e in range(self.num_experts)]
+        self.calls = [call for calls in self.by_expert for call in calls]
         self.tokens = part.owner.entered.value.flatten(0, -2).double()
         self.results, self.sent = self._results()
         self.experts_per_token = int(self.sent.sum(1).max())
         self._look_into_an_expert()
 
     def _results(self) -> tuple[Tensor, Tensor]:
-        """What each expert made of each token, and whether it was given it."""
-        given: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.calls]
-        for e, call in ((e, call) for e, calls in enumerate(self.calls) for call in calls):
-            assert call.entered is not None
-            rows, made = call.entered.value.flatten(0, -2), call.returned.value.flatten(0, -2)
-            if rows.shape != made.shape or rows.shape[-1] != self.tokens.shape[-1]:
-                raise NotFound(f"{call.path} is given rows of {rows.shape[-1]} numbers, and returns {made.shape[-1]}")
-            given[e].append((rows, made))
-        return results_by_token(self.tokens, given)
+        """Return each expert's output for each token, and whether the expert received the token."""
+        width = self.tokens.shape[-1]
+        rows: list[list[tuple[Tensor, Tensor]]] = []
+        for calls in self.by_expert:
+            rows.append([])
+            for call in calls:
+                assert call.entered is not None
+                x = call.entered.value.flatten(0, -2)
+                y = call.value.flatten(0, -2)
+                if x.shape != y.shape or x.shape[-1] != width:
+                    raise NotFound(
+                        f"{call.path} is given rows of {x.shape[-1]} numbers, and returns"
+                        f" {y.shape[-1]}"
+                    )
+                rows[-1].append((x, y))
+        return results_by_token(self.tokens, rows)
 
     def _look_into_an_expert(self) -> None:
-        """The layers of the expert that was given most tokens."""
-        ran = [call for calls in self.calls for call in calls]
-        most = max(ran, key=lambda call: call.returned.value.numel())
-        mlp, found = self.mlp_of(most)
-        if mlp.up.view is not None or (mlp.gate is not None and mlp.gate.view is not None):
+        """Read the layers of the expert that received the most tokens."""
+        most = max(self.calls, key=lambda call: call.value.numel())
+        declared, mlp = self.mlp_of(most)
+        gate = declared.gate
+        up = declared.up
+        if up.view is not None or (gate is not None and gate.view is not None):
             raise NotFound(f"a layer of {most.path} makes gate and up at once")
-        self.gated, self.d_expert, self.act_fn = mlp.gate is not None, found.d_mlp, found.act_fn
-        own: Layers = (mlp.gate.path if mlp.gate else "", mlp.up.path, mlp.down)
-        self.layers = None if layers_of(most.module) == own else own  # as it is without being said
+        self.gated = gate is not None
+        self.d_expert = mlp.d_mlp
+        self.act_fn = mlp.act_fn
+        layers: Layers = (gate.path if gate else "", up.path, declared.down)
+        self.layers = None if layers_of(most.module) == layers else layers  # None: the default
 
     def _router(self) -> tuple[ModuleCall, Tensor]:
-        """What makes the logits of the experts from the tokens by a matrix, and these, ``[token, expert]``."""
+        """Return the call that computes the experts' logits by a matrix on the tokens, and the
+        logits, ``[token, expert]``.
+        """
+        shape = (self.num_experts, self.tokens.shape[-1])
         for call in self.recording.between(self.owner.start, self.owner.end):
-            if call.entered is None or any(each.holds(call) for calls in self.calls for each in calls):
+            if call.entered is None:
                 continue
-            path = router_matrix(call.module)
-            matrix = call.module.get_submodule(path)
-            weight, bias = getattr(matrix, "weight", None), getattr(matrix, "bias", None)
-            if not isinstance(weight, Tensor) or weight.shape != (self.num_experts, self.tokens.shape[-1]):
+            if any(expert.holds(call) for expert in self.calls):
                 continue
-            if agree(call.entered.value.flatten(0, -2).double(), self.tokens, call.entered.value):
-                made = torch.nn.functional.linear(self.tokens, weight.detach().double())
-                return call, made if bias is None else made + bias.detach().double()
+            matrix = call.module.get_submodule(router_matrix(call.module))
+            weight = getattr(matrix, "weight", None)
+            bias = getattr(matrix, "bias", None)
+            if not isinstance(weight, Tensor):
+                continue
+            if weight.shape != shape:
+                continue
+            x = call.entered.value
+            if agree(x.flatten(0, -2).double(), self.tokens, x):
+                bias = None if bias is None else bias.detach().double()
+                logits = torch.nn.functional.linear(self.tokens, weight.detach().double(), bias)
+                return call, logits
         raise NotFound(f"no module before {self.path} makes a logit for each of its experts")
 
     def declare(self) -> MoE:
-        """The declaration.
+        """Return the declaration.
 
         Raises:
-            NotFound: what is added is not what its experts and its shared expert put out, or how they are weighted is
-                not known.
+            NotFound: the output is not the sum of its experts and its shared expert, or their
+                weighting is unknown.
         """
-        weights, shared, gate = self._sum()
+        weights, shared, gate = self.with_shared(self.calls, self.results)
         router, logits = self._router()
         returns = self._returns(router, logits, weights)
-        chosen_by = self._chosen_by(self.owner if returns == ("logits",) else router, logits, weights)
+        chooses = self.owner if returns == ("logits",) else router
+        chosen_by = self._chosen_by(chooses, logits, weights)
         return self.declared(self.path, router, returns, chosen_by, shared, gate)
 
-    def _returns(self, router: ModuleCall, logits: Tensor, weights: Tensor) -> tuple[RouterElement, ...]:
-        """What the elements of the router's output are: the weights of the chosen experts, up to one factor, ..."""
-        shown = router.output if not isinstance(router.output, Tensor) else [router.output]
-        found: list[RouterElement] = []
-        elements = [x.detach() for x in elements_of(shown) if isinstance(x, Tensor)]
-        indices = next((x.flatten(0, -2) for x in elements if not x.is_floating_point() and x.ndim > 1), None)
+    def _returns(
+        self, router: ModuleCall, logits: Tensor, weights: Tensor
+    ) -> tuple[RouterElement, ...]:
+        """Return the meaning of each element of the router's output. Weights may differ by one
+        common factor, which is stored.
+        """
+        output = router.output
+        elements = [output] if isinstance(output, Tensor) else elements_of(output)
+        elements = [x.detach() for x in elements if isinstance(x, Tensor)]
+        integers = (x for x in elements if not x.is_floating_point() and x.ndim > 1)
+        indices = next((x.flatten(0, -2) for x in integers), None)
+        names: list[RouterElement] = []
         for x in elements:
             rows = x.flatten(0, -2) if x.ndim > 1 else x
+            name: RouterElement = ""
             if not x.is_floating_point():
-                found.append("indices" if indices is not None and torch.equal(rows, indices) else "")
+                if indices is not None and torch.equal(rows, indices):
+                    name = "indices"
             elif rows.shape == logits.shape and agree(rows.double(), logits, x):
-                found.append("logits")
+                name = "logits"
             elif indices is not None and rows.shape == indices.shape:
-                of_chosen = weights.gather(1, indices.long())
-                factor = rounded(factor_of(of_chosen, rows.double()))
-                if not agree(rows.double() * factor, of_chosen, x):
-                    raise NotFound(f"{router.path} returns other weights than those that its experts are added with")
-                self.factors = (factor, self.factors[1])
-                found.append("weights")
-            else:
-                found.append("")
-        return tuple(found)
+                self._read_weights(router, x, weights.gather(1, indices.long()))
+                name = "weights"
+            names.append(name)
+        return tuple(names)
+
+    def _read_weights(self, router: ModuleCall, returned: Tensor, of_chosen: Tensor) -> None:
+        """Store the factor between the weights that a router returns and those of the sum."""
+        rows = returned.flatten(0, -2).double()
+        factor = rounded(factor_of(of_chosen, rows))
+        if not agree(rows * factor, of_chosen, returned):
+            raise NotFound(
+                f"{router.path} returns other weights than those with which its experts are added"
+            )
+        self.factors = (factor, self.factors[1])
 
     def _chosen_by(self, chooses: ModuleCall, logits: Tensor, weights: Tensor) -> ChosenBy:
-        """What the experts are compared by: see `MoE.chosen_by`."""
+        """Return what the experts are compared by: see `MoE.chosen_by`."""
 
-        def weighed(by: ChosenBy) -> bool:
-            both = weights * self.sent, noun(by).shares(logits, self.sent)
-            seen, made = (x / x.sum(1, keepdim=True) for x in both)
-            return agree(seen, made, self.part.added.value)
-
-        def noun(by: ChosenBy) -> MoE:
-            return MoE("", "", chosen_by=by)
-
-        softmaxes = [s for s in self.recording.softmaxes_between(chooses.start, chooses.end) if s.scores.ndim > 1]
-        own = [
-            s for s in softmaxes if not any(each.start < s.time < each.end for calls in self.calls for each in calls)
-        ]
-        choice = [time for time in self.recording.choices if chooses.start < time < chooses.end]
-        if not own:
-            if weighed("scores"):
+        softmax = self._own_softmax(chooses)
+        if softmax is None:
+            if self._are_shares("scores", logits, weights):
                 return "scores"
-        elif weighed("logits"):
-            scores = own[0].scores.detach().flatten(0, -2).double()
-            if scores.shape == logits.shape and agree(scores, logits, own[0].scores):
-                best = noun("probabilities").best(logits, self.experts_per_token)
-                return "probabilities" if torch.equal(best, self.sent) else "corrected probabilities"
-            if choice and own[0].time > choice[0]:
+        elif self._are_shares("logits", logits, weights):
+            scores = softmax.scores.detach().flatten(0, -2).double()
+            if scores.shape == logits.shape and agree(scores, logits, softmax.scores):
+                best = MoE("", "").best(logits, self.experts_per_token)
+                is_best = torch.equal(best, self.sent)
+                return "probabilities" if is_best else "corrected probabilities"
+            choice = self.recording.first_choice(chooses)
+            if choice is not None and softmax.time > choice:
                 return "logits"
-        raise NotFound(f"{chooses.path} weighs the experts by something else than a softmax or sigmoids")
+        raise NotFound(
+            f"{chooses.path} weighs the experts by something else than a softmax or sigmoids"
+        )
 
-    def _sum(self) -> tuple[Tensor, MLP | None, ModuleCall | None]:
-        """What each expert's result is multiplied with, ``[token, expert]``; the shared expert, and its gate."""
-        total = self.part.added.value.flatten(0, -2).double()
-        if total.shape != self.tokens.shape:
-            raise NotFound(f"{self.owner.path} puts out {total.shape[-1]} numbers for a token")
-        if (weights := self._weights(total, [])) is not None:
-            return weights[:, : self.num_experts], None, None
-        others, gates = self.beside([call for calls in self.calls for call in calls])
-        for call in others:
-            made = call.returned.value.flatten(0, -2).double()
-            weights = self._weights(total, [made])
-            if weights is None:
-                continue
-            for gate in (None, *gates):
-                factors = weights[:, -1]
-                if gate is not None:
-                    factors = factors / GATE.of(torch.ones_like(factors), gate.returned.value.flatten())
-                factor = rounded(float(factors.mean()))
-                if agree(factors, torch.full_like(factors, factor), call.returned.value):
-                    shared, found = self.mlp_of(call, self.owner.path)
-                    self.d_shared, self.factors = found.d_mlp, (self.factors[0], factor)
-                    return weights[:, : self.num_experts], shared, gate
-        raise NotFound(_NO_SUM)
+    def _are_shares(self, chosen_by: ChosenBy, logits: Tensor, weights: Tensor) -> bool:
+        """Tell whether the weights are proportional to the shares that a declaration computes."""
+        shares = MoE("", "", chosen_by=chosen_by).shares(logits, self.sent)
+        weights = weights * self.sent
+        weights, shares = (x / x.sum(1, keepdim=True) for x in (weights, shares))
+        return agree(weights, shares, self.part.added.value)
 
-    def _weights(self, total: Tensor, others: Sequence[Tensor]) -> Tensor | None:
-        """What the experts' results, and others, are multiplied with; None where their sum is something else."""
-        return weights_in_sum(total, self.results, others, self.part.added.value)
+    def _own_softmax(self, chooses: ModuleCall) -> Softmax | None:
+        """Return the first softmax of a call that is not inside an expert, or None."""
+        for softmax in self.recording.softmaxes_between(chooses.start, chooses.end):
+            if not any(expert.start < softmax.time < expert.end for expert in self.calls):
+                return softmax
+        return None

@@ -1,4 +1,4 @@
-"""Which of the recorded modules are norms, and of which kind: by trying, never by name."""
+"""Recognise norms among the recorded modules by their numbers, never by name."""
 
 from __future__ import annotations
 
@@ -10,189 +10,263 @@ from torch import Tensor, nn
 
 from adapters.norms import Norm, NormKind, eps_of, parameter_names
 from adapters.observe.observe import WRONG, ModuleCall, NotFound, one_line
-from adapters.observe.recognised import TOLERANCES, agree, norms_to_try, recognise_module, recognise_norm, tolerance
+from adapters.observe.recognised import (
+    TOLERANCES,
+    agree,
+    norms_to_try,
+    recognise_module,
+    recognise_norm,
+    tolerance,
+)
 from adapters.views import View, columns, gathered, interleaved
 
-# ----------------------------------------------------------------------------------------------------------------------
-# How the columns that were found lie in a projection's output, as a view.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Views that select columns of a projection's output.
+# --------------------------------------------------------------------------------------------------
 
 
 def relative(path: str, base: str) -> str:
-    """A path from a module that stands above it.
+    """Return a path relative to that of a module around it.
 
     Raises:
-        NotFound: it does not stand above it.
+        NotFound: the module is not around it.
     """
     if path == base:
         return ""
     if base and not path.startswith(base + "."):
         raise NotFound(f"{path} is not inside {base}")
-    return path[len(base) + 1 :] if base else path
+    if base:
+        return path[len(base) + 1 :]
+    return path
 
 
 def heads_view(sets: Sequence[tuple[int, ...]], width: int) -> View | None:
-    """The view that shows the columns of each head; None: all of them, one head after the other.
+    """Return the view that selects the columns of each head; None if the columns are all of them,
+    head after head.
 
     Args:
         sets: the columns of each head.
-        width: of the projection's output.
+        width: the width of the projection's output.
     """
-    n, d = len(sets), len(sets[0])
-    first = sets[0][0]
-    if any(each != tuple(range(each[0], each[0] + d)) for each in sets):
+    n = len(sets)
+    d = len(sets[0])
+    starts = [head[0] for head in sets]
+    first = starts[0]
+    if any(head != tuple(range(head[0], head[0] + d)) for head in sets):
         return gathered(tuple(sets))
-    starts = [each[0] for each in sets]
-    if starts == [first + head * d for head in range(n)]:
-        return None if n * d == width else columns(first, first + n * d, n)
-    step = starts[1] - starts[0]
-    every = starts == [first + head * step for head in range(n)]
-    if every and step % d == 0 and first % d == 0 and step * n == width:
+    if starts == list(range(first, first + n * d, d)):
+        if n * d == width:
+            return None
+        return columns(first, first + n * d, n)
+    step = starts[1] - first
+    is_regular = starts == [first + head * step for head in range(n)]
+    if is_regular and step % d == 0 and first % d == 0 and step * n == width:
         return interleaved(n, first // d, step // d)
     return gathered(tuple(sets))
 
 
 def neurons_view(index: Sequence[int], width: int) -> View | None:
-    """The view that shows these columns; None: all of them, in order."""
-    start, stop = index[0], index[0] + len(index)
-    if list(index) == list(range(start, stop)):
-        return None if len(index) == width else columns(start, stop)
-    return gathered((tuple(index),), flat=True)
+    """Return the view that selects these columns; None if they are all columns, in order."""
+    start = index[0]
+    stop = index[0] + len(index)
+    if list(index) != list(range(start, stop)):
+        return gathered((tuple(index),), flat=True)
+    if len(index) == width:
+        return None
+    return columns(start, stop)
 
 
 def parameter_of(module: nn.Module, row: Tensor, close: float) -> str | None:
-    """The name of the parameter of a module, or of one inside, that is a row of numbers; None where none is.
+    """Return the name of the parameter of a module, or of a submodule, that equals a row of
+    numbers; None if there is none.
 
     Args:
         module: the module.
         row: the numbers, of any shape.
-        close: what they may differ by.
+        close: the largest allowed difference.
     """
     for name, parameter in module.named_parameters():
-        if parameter.numel() == row.numel() and bool(
-            ((parameter.detach().flatten() - row.flatten()).abs() <= close).all()
-        ):
+        if parameter.numel() != row.numel():
+            continue
+        difference = parameter.detach().flatten() - row.flatten()
+        if bool((difference.abs() <= close).all()):
             return name
     return None
 
 
 def rounded(factor: float) -> float:
-    """A factor that was measured, as it was written, if that is a whole number or one of a few digits; else as far as a
-    run says it.
+    """Return a measured factor as it was probably written: a whole number, or one with few digits.
+    Otherwise keep the measured precision.
     """
-    if round(factor) and abs(round(factor) - factor) <= tolerance(torch.float32) * abs(factor):
-        return float(round(factor))
+    integer = round(factor)
+    if integer and abs(integer - factor) <= tolerance(torch.float32) * abs(factor):
+        return float(integer)
     short = float(f"{factor:.5g}")
-    # Fits of one factor leave at most 2.1e-6 (see `FITTED`); five digits of another are further off, nine times in ten.
-    return short if abs(short - factor) <= 2e-6 * abs(factor) else float(f"{factor:.8g}")
+    # Fits of one factor leave at most 2.1e-6 (see `FITTED`). A factor with more digits is further
+    # from its five-digit value nine times in ten.
+    if abs(short - factor) <= 2e-6 * abs(factor):
+        return short
+    return float(f"{factor:.8g}")
 
 
 def norm_kind(call: ModuleCall) -> NormKind | None:
-    """What a recorded call computes, None where it is no norm.
+    """Return the kind of norm that a recorded call computes; None if it is not a norm.
 
     Args:
-        call: of a module.
+        call: the call of a module.
     """
-    seen = call.entered
-    if isinstance(call.module, nn.Dropout):  # of small numbers, a norm with an epsilon of one
+    x = call.entered_value
+    # On small numbers, dropout looks like a norm with an epsilon of one.
+    if isinstance(call.module, nn.Dropout) or x is None or not call.is_leaf or call.is_linear:
         return None
-    if seen is None or not call.is_leaf or call.is_linear or len(call.left) != 1 or call.returned.key is not None:
+    if call.only_output is None:
         return None
-    x, y = seen.value, call.returned.value
+    y = call.value
     if x.shape != y.shape or x.ndim < 2 or x.shape[-1] < 2 or not x.numel():
         return None
-    for parameter in (getattr(call.module, name, None) for name in parameter_names(call.module)):
-        if parameter is not None and (
-            not isinstance(parameter, Tensor) or x.shape[-parameter.ndim :] != parameter.shape
-        ):
-            return None
-    kept = _kept(call)
-    probed = None
-    if call.alone and x.dtype in TOLERANCES and not isinstance(call.module, nn.Identity):
+    if not _has_parameters_for(call.module, x):
+        return None
+    stored = _stored_epsilon(call)
+    kind = None
+    if call.has_one_argument and x.dtype in TOLERANCES and not isinstance(call.module, nn.Identity):
         try:
-            probed = recognise_module(call.module, x.shape[-1], x, tolerance=tolerance(x))
-        except WRONG as error:  # it takes none of other sizes than it was given
-            one_line(error)  # which raises it again where the memory is full
+            kind = recognise_module(call.module, x.shape[-1], x, tolerance=tolerance(x))
+        except WRONG as error:  # it rejects rows of other sizes than in the run
+            one_line(error)  # raises it again if it is an `OutOfMemoryError`
             return None
-    if probed is None or (found := _kind(probed, kept)) is None:
-        return _of_numbers(x, y, call.module, kept)
-    return found
+    if kind is not None:
+        kind = _with_epsilon(kind, stored)
+    if kind is None:
+        return _of_numbers(x, y, call.module, stored)
+    return kind
+
+
+def _has_parameters_for(module: nn.Module, x: Tensor) -> bool:
+    """Tell whether a module's weight and bias, if it has them, are as wide as its input."""
+    for name in parameter_names(module):
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor):
+            return False
+        if x.shape[-parameter.ndim :] != parameter.shape:
+            return False
+    return True
 
 
 def norm_of(call: ModuleCall) -> Norm | None:
-    """The norm that a recorded call is, with its path from the model; None where it is none."""
+    """Return the norm that a recorded call computes, with its path from the model; None if it is
+    not a norm.
+    """
     kind = norm_kind(call)
-    return None if kind is None else Norm(call.path, kind)
+    if kind is None:
+        return None
+    return Norm(call.path, kind)
 
 
 def function_norm(x: Tensor, y: Tensor) -> NormKind | None:
-    """The norm without a module, a weight or a bias that makes one tensor of another; None where none does.
+    """Return the norm without weight and bias that turns one tensor into another; None if there is
+    none.
 
     Args:
-        x, y: before and behind it.
+        x, y: its input and output.
     """
-    found = recognise_norm(x, y, tolerance=tolerance(x)) if x.shape == y.shape else None
-    if found is None:
+    kind = recognise_norm(x, y, tolerance=tolerance(x)) if x.shape == y.shape else None
+    if kind is None:
         return None
-    # What does not show in the numbers is the epsilon that torch's functions take where they are given none.
-    return replace(found, offset=None, eps=float(f"{found.eps:.2g}") if found.eps else torch.finfo(x.dtype).eps)
+    # If no epsilon shows in the numbers, use the default of torch's functions.
+    eps = float(f"{kind.eps:.2g}") if kind.eps else torch.finfo(x.dtype).eps
+    return replace(kind, offset=None, eps=eps)
 
 
-def with_gated(calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]) -> dict[ModuleCall, NormKind]:
-    """The norms, of which those that a gate is behind are the modules around both.
+def with_gated(
+    calls: Sequence[ModuleCall], norms: Mapping[ModuleCall, NormKind]
+) -> dict[ModuleCall, NormKind]:
+    """Return the norms with each gated one replaced by the module around the norm and its gate.
 
     Args:
-        calls: all of a block.
-        norms: those that are norms by themselves.
+        calls: all calls of a block.
+        norms: its norms.
     """
-    found = dict(norms)
-    for call in calls:
-        inside = [each for each in calls if call.holds(each) and each is not call]
-        if not inside or len(call.left) != 1 or call.entered is None:
+    result = dict(norms)
+    for around in calls:
+        if len(around.outputs) != 1:
             continue
-        for norm in [each for each in inside if each in norms and each.entered and not norms[each].centered]:
-            assert norm.entered is not None
-            made, left = norm.returned, call.returned.value
-            for gate in [each for each in inside if each.reads(made.mark) and each.left]:
-                if not call.reads(norm.entered.mark) or gate.returned.value.shape != left.shape:
-                    continue
-                if agree(made.value * gate.returned.value.sigmoid(), left):
-                    inner, behind = (relative(each.path, call.path) for each in (norm, gate))
-                    found[call] = replace(norms[norm], inside=(inner, behind))
-                    found.pop(norm, None)
-                    break
-    return found
+        if around.entered is None:
+            continue
+        for norm in calls:
+            is_plain = norm in norms and not norms[norm].centered
+            if norm is around:
+                continue
+            if not is_plain:
+                continue
+            if not around.holds(norm):
+                continue
+            gate = _gate_of(norm, around, calls)
+            if gate is not None:
+                inside = relative(norm.path, around.path), relative(gate.path, around.path)
+                result[around] = replace(norms[norm], inside=inside)
+                result.pop(norm, None)
+    return result
 
 
-def _kept(call: ModuleCall) -> float | None:
-    """The epsilon that a module keeps."""
+def _gate_of(
+    norm: ModuleCall, around: ModuleCall, calls: Sequence[ModuleCall]
+) -> ModuleCall | None:
+    """Return the call of the gate if a module multiplies a norm by the sigmoid of a gate that reads
+    it.
+    """
+    normed = norm.returned
+    output = around.value
+    if norm.entered is None:
+        return None
+    if not around.reads(norm.entered.mark):
+        return None
+    for gate in calls:
+        if gate is around:
+            continue
+        if not around.holds(gate):
+            continue
+        if not gate.reads(normed.mark):
+            continue
+        if not gate.outputs:
+            continue
+        if gate.value.shape != output.shape:
+            continue
+        if agree(normed.value * gate.value.sigmoid(), output):
+            return gate
+    return None
+
+
+def _stored_epsilon(call: ModuleCall) -> float | None:
+    """Return the epsilon stored in a module, or None."""
     try:
         return eps_of(call.module)
     except AttributeError:
         return None
 
 
-def _kind(found: NormKind, kept: float | None) -> NormKind | None:
-    """The kind, with the epsilon that was measured, unless the module says the same one."""
-    assert found.eps is not None
-    # Two digits of an epsilon are measured: what rounds to the same is the same.
-    if kept is not None and (not found.eps or abs(found.eps - kept) <= 0.02 * kept):
-        return replace(found, eps=None)
-    return replace(found, eps=float(f"{found.eps:.2g}")) if found.eps else None
+def _with_epsilon(kind: NormKind, stored: float | None) -> NormKind | None:
+    """Return the kind with the measured epsilon, or with None if the module stores the same one."""
+    assert kind.eps is not None
+    # Only two digits of an epsilon can be measured.
+    if stored is not None and (not kind.eps or abs(kind.eps - stored) <= 0.02 * stored):
+        return replace(kind, eps=None)
+    if kind.eps:
+        return replace(kind, eps=float(f"{kind.eps:.2g}"))
+    return None
 
 
-def _of_numbers(x: Tensor, y: Tensor, module: nn.Module, kept: float | None) -> NormKind | None:
-    """What makes `y` of `x` in the run itself: with the epsilon that the module says, or with one that shows."""
-    if kept is not None:
-        tried = (kind for kind in norms_to_try(module, kept) if agree(kind.of(x.double(), module), y, x))
-        return next((replace(kind, eps=None) for kind in tried), None)
-    found = recognise_norm(x, y, module, tolerance=tolerance(x))
-    return None if found is None else _kind(found, kept)
-
-
-def same_numbers(x: Tensor, y: Tensor, close: float) -> bool:
-    """Whether two tensors have the same numbers, in the same order or with heads and positions exchanged."""
-    if x.numel() != y.numel():
-        return False
-    options = [y, y.transpose(1, 2)] if y.ndim == 4 else [y]
-    return any(bool(((x.flatten() - each.flatten()).abs() <= close * each.abs().max()).all()) for each in options)
+def _of_numbers(x: Tensor, y: Tensor, module: nn.Module, stored: float | None) -> NormKind | None:
+    """Return the norm that turns `x` into `y` in the recorded run, with the module's epsilon or a
+    measured one.
+    """
+    if stored is None:
+        kind = recognise_norm(x, y, module, tolerance=tolerance(x))
+        if kind is None:
+            return None
+        return _with_epsilon(kind, None)
+    for kind in norms_to_try(module, stored):
+        if agree(kind.of(x.double(), module), y, x):
+            return replace(kind, eps=None)
+    return None

@@ -1,10 +1,12 @@
-"""The families that are declared here, by the shape that they share, and the classes of models that each is for."""
+"""The families that are declared here, by their common shape, with the classes of models of
+each.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-#: For each file the functions that declare, and the names of the classes that each is for, with all their subclasses. A
-#: file is imported when a model of one of these classes is wrapped.
+#: For each file the declaring functions, and the names of the classes that each is for, with all
+#: their subclasses. A file is imported when a model of one of these classes is wrapped.
 CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "bart": {
@@ -50,34 +52,56 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "image_text": {
             "with_language_model": (
-                "AriaForConditionalGeneration", "AudioFlamingo3ForConditionalGeneration",
-                "CohereCompassForConditionalGeneration", "DeepseekVLForConditionalGeneration",
-                "DeepseekVLHybridForConditionalGeneration", "Exaone4_5_ForConditionalGeneration",
-                "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration",
-                "Glm4vMoeForConditionalGeneration", "GlmAsrForConditionalGeneration",
-                "GlmOcrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
-                "HunYuanVLForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
-                "InternVLForConditionalGeneration", "JanusForConditionalGeneration",
-                "Kimi_K25ForConditionalGeneration", "LightOnOcrForConditionalGeneration",
-                "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration",
-                "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
-                "Mistral3ForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration",
-                "MusicFlamingoForConditionalGeneration", "QianfanOCRForConditionalGeneration",
-                "Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-                "Qwen2_5_VLForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
-                "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
-                "VibeVoiceAsrForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
-                "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
+                "AriaForConditionalGeneration",
+                "AudioFlamingo3ForConditionalGeneration",
+                "CohereCompassForConditionalGeneration",
+                "DeepseekVLForConditionalGeneration",
+                "DeepseekVLHybridForConditionalGeneration",
+                "Exaone4_5_ForConditionalGeneration",
+                "Glm46VForConditionalGeneration",
+                "Glm4vForConditionalGeneration",
+                "Glm4vMoeForConditionalGeneration",
+                "GlmAsrForConditionalGeneration",
+                "GlmOcrForConditionalGeneration",
+                "GotOcr2ForConditionalGeneration",
+                "HunYuanVLForConditionalGeneration",
+                "HyperCLOVAXVisionV2ForConditionalGeneration",
+                "InternVLForConditionalGeneration",
+                "JanusForConditionalGeneration",
+                "Kimi_K25ForConditionalGeneration",
+                "LightOnOcrForConditionalGeneration",
+                "LlavaForConditionalGeneration",
+                "LlavaNextForConditionalGeneration",
+                "LlavaNextVideoForConditionalGeneration",
+                "LlavaOnevisionForConditionalGeneration",
+                "Mistral3ForConditionalGeneration",
+                "MossTranscribeDiarizeForConditionalGeneration",
+                "MusicFlamingoForConditionalGeneration",
+                "QianfanOCRForConditionalGeneration",
+                "Qwen2AudioForConditionalGeneration",
+                "Qwen2VLForConditionalGeneration",
+                "Qwen2_5_VLForConditionalGeneration",
+                "Qwen3ASRForConditionalGeneration",
+                "Qwen3VLForConditionalGeneration",
+                "Qwen3VLMoeForConditionalGeneration",
+                "VibeVoiceAsrForConditionalGeneration",
+                "VideoLlama3ForConditionalGeneration",
+                "VideoLlavaForConditionalGeneration",
+                "VipLlavaForConditionalGeneration",
                 "VoxtralForConditionalGeneration",
             ),
             "with_text_model": (
-                "Emu3ForConditionalGeneration", "GraniteDoclingForConditionalGeneration",
-                "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration",
+                "Emu3ForConditionalGeneration",
+                "GraniteDoclingForConditionalGeneration",
+                "Idefics2ForConditionalGeneration",
+                "Idefics3ForConditionalGeneration",
                 "SmolVLMForConditionalGeneration",
             ),
             "without_factor": (
-                "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration",
-                "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
+                "AyaVisionForConditionalGeneration",
+                "Cohere2VisionForConditionalGeneration",
+                "GraniteSpeechForConditionalGeneration",
+                "GraniteSpeechPlusForConditionalGeneration",
             ),
         },
         "llama": {
@@ -85,9 +109,15 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "cohere": ("Cohere2PreTrainedModel", "CoherePreTrainedModel"),
             "compass": ("CohereCompassForCausalLM", "CohereCompassTextModel"),
             "llama": (
-                "CwmPreTrainedModel", "Emu3ForCausalLM", "Emu3TextModel", "LlamaPreTrainedModel",
-                "Ministral3PreTrainedModel", "MinistralPreTrainedModel", "MistralPreTrainedModel",
-                "SeedOssPreTrainedModel", "SmolLM3PreTrainedModel",
+                "CwmPreTrainedModel",
+                "Emu3ForCausalLM",
+                "Emu3TextModel",
+                "LlamaPreTrainedModel",
+                "Ministral3PreTrainedModel",
+                "MinistralPreTrainedModel",
+                "MistralPreTrainedModel",
+                "SeedOssPreTrainedModel",
+                "SmolLM3PreTrainedModel",
             ),
             "arcee": ("ArceePreTrainedModel",),
             "moshi": ("MoshiForCausalLM", "MoshiModel"),
@@ -123,7 +153,8 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "granite": ("GraniteDoclingTextModel", "GranitePreTrainedModel"),
             "hyperclovax": ("HyperCLOVAXPreTrainedModel",),
             "granite_moe": (
-                "GraniteMoePreTrainedModel", "GraniteMoeSWAPreTrainedModel",
+                "GraniteMoePreTrainedModel",
+                "GraniteMoeSWAPreTrainedModel",
                 "GraniteMoeSharedPreTrainedModel",
             ),
             "granite_swa": ("GraniteSWAPreTrainedModel",),
@@ -148,4 +179,4 @@ CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "native": ("NativeModel",),
         },
     }
-)  # fmt: skip
+)

@@ -20,7 +20,8 @@ def bart(config: PreTrainedConfig) -> Architecture:
 
 
 def blenderbot_small(config: PreTrainedConfig) -> Architecture:
-    # Its decoder norms the tokens and then adds the positions: alone, that is no sum that a norm reads.
+    # Its decoder norms the tokens and then adds the positions: without an encoder, no norm reads
+    # their sum.
     only(config, is_encoder_decoder=True, scale_embedding=False)
     return bart(config)
 
@@ -41,22 +42,24 @@ def pegasus(config: PreTrainedConfig) -> Architecture:
     return bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # T5 (and v1.1), encoder and decoder.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _attention(layer: int, module: str, cross: bool = False) -> Attention:
-    q, k, v = (Projection(letter) for letter in "qkv")
-    bias = None if cross else "relative_attention_bias"
-    return Attention(
-        f"layer.{layer}.{module}", q, k, v, o="o", position_bias=bias, keys_from="encoder" if cross else None
-    )
+    q, k, v = map(Projection, "qkv")
+    path = f"layer.{layer}.{module}"
+    if cross:
+        return Attention(path, q, k, v, o="o", keys_from="encoder")
+    return Attention(path, q, k, v, o="o", position_bias="relative_attention_bias")
 
 
 def _stack(name: str, *parts: Attention | MLP, outputs: int = 3) -> Stack:
-    norms = [Norm(f"layer.{i}.layer_norm", RMS_NORM) for i in range(len(parts))]
-    steps = (Step(part, pre=norms[i], out=f"layer.{i}.dropout") for i, part in enumerate(parts))
+    steps = []
+    for i, part in enumerate(parts):
+        norm = Norm(f"layer.{i}.layer_norm", RMS_NORM)
+        steps.append(Step(part, pre=norm, out=f"layer.{i}.dropout"))
     block = Block(tuple(steps))
     final_norm = Norm(f"{name}.final_layer_norm", RMS_NORM)
     embedding = Embedding(f"{name}.embed_tokens")
@@ -72,16 +75,21 @@ def mt5(config: PreTrainedConfig) -> Architecture:
 
 
 def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
-    up, gate = (Projection("wi_1"), Projection("wi_0")) if config.is_gated_act else (Projection("wi"), None)
+    up, gate = Projection("wi"), None
+    if config.is_gated_act:
+        up, gate = Projection("wi_1"), Projection("wi_0")
     mlps = [MLP(f"layer.{i}.DenseReluDense", up=up, gate=gate, down="wo") for i in range(3)]
-    attn, cross = _attention(0, "SelfAttention"), _attention(1, "EncDecAttention", cross=True)
+    attn = _attention(0, "SelfAttention")
+    cross = _attention(1, "EncDecAttention", cross=True)
+    encoder = _stack("encoder", attn, mlps[1], outputs=outputs_of_t5_encoder())
+    decoder = _stack("decoder", attn, cross, mlps[2])
     return Architecture(
-        stacks=(
-            _stack("encoder", attn, mlps[1], outputs=outputs_of_t5_encoder()),
-            _stack("decoder", attn, cross, mlps[2]),
-        ),
+        stacks=(encoder, decoder),
         readout=Readout("lm_head", factor_in=factor_in),
-        no_layer_runs="all layers use its first layer's position bias, and its decoder needs the encoder's output",
+        no_layer_runs=(
+            "all layers use its first layer's position bias, and its decoder needs the encoder's"
+            " output"
+        ),
         config_values={
             "attention_dir": "bidirectional",
             "positional_embedding_type": "relative_positional_bias",
@@ -96,19 +104,23 @@ def _declared(config: PreTrainedConfig, factor_in: float) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Whisper, and Speech2Text: an encoder of sound, and a decoder that writes what it hears.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Whisper, and Speech2Text: an encoder of sound, and a decoder that transcribes it.
+# --------------------------------------------------------------------------------------------------
 
 
 def whisper(config: PreTrainedConfig) -> Architecture:
     hears = config.is_encoder_decoder  # or its decoder alone, as a language model
-    found = bart_like(config, on_stream=False, final=True, embed_norm=False, hears=hears)
-    # Its tokenizer puts what begins a transcript before a text.
-    values = {**found.config_values, "n_ctx": config.max_target_positions, "default_prepend_bos": False}
-    return replace(found, readout=replace(found.readout, path="proj_out"), config_values=values)
+    declared = bart_like(config, on_stream=False, final=True, embed_norm=False, hears=hears)
+    readout = replace(declared.readout, path="proj_out")
+    # Its tokenizer puts the start tokens of a transcript before a text.
+    values = {"n_ctx": config.max_target_positions, "default_prepend_bos": False}
+    return replace(declared, readout=readout, config_values={**declared.config_values, **values})
 
 
 def speech_to_text(config: PreTrainedConfig) -> Architecture:
-    found = bart_like(config, on_stream=False, final=True, embed_norm=False, scales=True, hears=True)
-    return replace(found, config_values={**found.config_values, "n_ctx": config.max_target_positions})
+    declared = bart_like(
+        config, on_stream=False, final=True, embed_norm=False, scales=True, hears=True
+    )
+    values = {**declared.config_values, "n_ctx": config.max_target_positions}
+    return replace(declared, config_values=values)

@@ -16,13 +16,19 @@ from adapters.registry import UnsupportedModelError
 def bert(config: PreTrainedConfig) -> Architecture:
     for name in ("add_cross_attention", "chunk_size_feed_forward"):
         if getattr(config, name):
-            raise UnsupportedModelError(f"BERT with {name}={getattr(config, name)} has no adapter, only without it")
+            raise UnsupportedModelError(
+                f"BERT with {name}={getattr(config, name)} has no adapter, only without it"
+            )
     q, k, v = (Projection(f"self.{name}") for name in ("query", "key", "value"))
     attn = Attention("attention", q, k, v, o="output.dense", core="self")
     mlp = MLP("", up=Projection("intermediate.dense"), down="output.dense")
     block = Block(
         (
-            Step(attn, stream_norm=Norm("attention.output.LayerNorm", LAYER_NORM), out="attention.output.dense"),
+            Step(
+                attn,
+                stream_norm=Norm("attention.output.LayerNorm", LAYER_NORM),
+                out="attention.output.dense",
+            ),
             Step(mlp, stream_norm=Norm("output.LayerNorm", LAYER_NORM), out="output.dense"),
         )
     )
@@ -33,6 +39,7 @@ def bert(config: PreTrainedConfig) -> Architecture:
         module="embeddings",
     )
     transform = ".cls.predictions.transform"
+    nsp = ".cls.seq_relationship"
     return Architecture(
         stacks=(Stack("encoder.layer", block, embedding=embedding),),
         readout=Readout("cls.predictions.decoder"),
@@ -44,20 +51,15 @@ def bert(config: PreTrainedConfig) -> Architecture:
                 linear=f"{transform}.dense",
                 norm=Norm(f"{transform}.LayerNorm", LAYER_NORM),
             ),
-            Head(
-                "nsp_head",
-                ".cls.seq_relationship",
-                linear=".cls.seq_relationship",
-                hook="hook_nsp_out",
-            ),
+            Head("nsp_head", nsp, linear=nsp, hook="hook_nsp_out"),
         ),
         config_values={"attention_dir": "causal" if config.is_decoder else "bidirectional"},
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ModernBERT as a decoder.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
@@ -71,4 +73,6 @@ def modernbert_decoder(config: PreTrainedConfig) -> Architecture:
     embedding = Embedding("embeddings.tok_embeddings", norm=Norm("embeddings.norm", LAYER_NORM))
     stack = Stack("layers", block, first, Norm("final_norm", LAYER_NORM), embedding)
     head = Head("mlm_head", ".lm_head", ".lm_head.dense", norm=Norm(".lm_head.norm", LAYER_NORM))
-    return Architecture((stack,), Readout("decoder"), heads=(head,), config_values=rotary_values(config))
+    return Architecture(
+        (stack,), Readout("decoder"), heads=(head,), config_values=rotary_values(config)
+    )

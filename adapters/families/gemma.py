@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, language_part
+from adapters.architecture import (
+    Architecture,
+    Block,
+    Embedding,
+    Readout,
+    Stack,
+    Step,
+    language_part,
+)
 from adapters.attention import Attention, Projection
 from adapters.block import Mix
 from adapters.config import rotary_values
@@ -22,7 +30,11 @@ PRE = ("input_layernorm", "pre_feedforward_layernorm")
 
 
 def _direction(config: PreTrainedConfig) -> dict[str, object]:
-    return {"attention_dir": "bidirectional" if getattr(config, "use_bidirectional_attention", False) else "causal"}
+    return {
+        "attention_dir": (
+            "bidirectional" if getattr(config, "use_bidirectional_attention", False) else "causal"
+        )
+    }
 
 
 def _scales(config: PreTrainedConfig) -> dict[str, object]:
@@ -30,7 +42,7 @@ def _scales(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def _cap(config: PreTrainedConfig) -> float | None:
-    """The soft cap of the logits."""
+    """Return the soft cap of the logits."""
     return config.final_logit_softcapping or None
 
 
@@ -41,28 +53,38 @@ def gemma(config: PreTrainedConfig) -> Architecture:
 def gemma2(config: PreTrainedConfig) -> Architecture:
     cap = {"attn_scores_soft_cap": config.attn_logit_softcapping or -1.0}
     values = _scales(config) | cap
-    return llama_like(config, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=values)
-
-
-def gemma3(config: PreTrainedConfig) -> Architecture:
-    if hasattr(config, "vision_config"):  # with images: the same in the model of its text
-        declared = language_part(gemma3(config.get_text_config()), "language_model")
-        return replace(declared, readout=replace(declared.readout, soft_cap=None))  # which it leaves out
-    attn = replace(normed(ATTENTION, "q_norm", "k_norm", GEMMA_NORM), norms_over="heads first")
-    # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
     return llama_like(
-        config, attn=attn, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=_scales(config)
+        config, norm=GEMMA_NORM, pre=PRE, post=POST, soft_cap=_cap(config), config_values=values
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Gemma 3n: several streams, of which each block works on the first (AltUp), Laurel, inputs per layer, shared keys.
-# ----------------------------------------------------------------------------------------------------------------------
+def gemma3(config: PreTrainedConfig) -> Architecture:
+    if hasattr(config, "vision_config"):  # with images: the same in its text model
+        declared = language_part(gemma3(config.get_text_config()), "language_model")
+        return replace(declared, readout=replace(declared.readout, soft_cap=None))  # which it omits
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm", GEMMA_NORM), norms_over="heads first")
+    # Its configuration has attn_logit_softcapping, but its attention leaves the scores as they are.
+    return llama_like(
+        config,
+        attn=attn,
+        norm=GEMMA_NORM,
+        pre=PRE,
+        post=POST,
+        soft_cap=_cap(config),
+        config_values=_scales(config),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Gemma 3n: several streams, of which each block works on the first (AltUp), Laurel, inputs per
+# layer, shared keys.
+# --------------------------------------------------------------------------------------------------
 
 
 _HALF = times(0.5**0.5)
 _PREDICTED = Mix("altup.prediction_coefs", ("keep",))
-#: A part of low rank beside attention, with its own skip: it reads what attention reads.
+#: A part of low rank beside attention, with its own skip connection: it reads the same input as
+#: attention.
 _LAUREL = Mixer(
     "laurel",
     "mlp",
@@ -72,66 +94,85 @@ _LAUREL = Mixer(
         (Norm("post_laurel_norm", RMS_NORM), "batch pos d_model"),
     ),
 )
-#: What is added to all streams but the first.
-_PER_LAYER = MLP("", up=Projection("per_layer_input_gate"), down="per_layer_projection", given="per_layer_input")
+#: The part that is added to all streams but the first.
+_PER_LAYER = MLP(
+    "", up=Projection("per_layer_input_gate"), down="per_layer_projection", given="per_layer_input"
+)
 
 
 def gemma3n(config: PreTrainedConfig) -> Architecture:
-    if hasattr(config, "vision_config"):  # with images and sound: the same in the model of its text
+    if hasattr(config, "vision_config"):  # with images and sound: the same in its text model
         return language_part(gemma3n(config.get_text_config()), "language_model")
     only(config, altup_active_idx=0)
     blocks = [_gemma3n_block(config, layer) for layer in range(config.num_hidden_layers)]
-    widths = set(config.intermediate_size)
+    stack = Stack(
+        "layers",
+        blocks[0],
+        {i: block for i, block in enumerate(blocks) if block != blocks[0]},
+        Norm("norm", RMS_NORM),
+        Embedding("embed_tokens", given="other"),  # whose inputs per layer are of tokens alone
+        stream_view=SeveralStreams(config.altup_num_inputs, first=True),
+    )
+    values = {
+        **rotary_values(config),
+        "attn_scale": 1.0,
+        "d_mlp": max(config.intermediate_size),
+        "act_fn": config.hidden_activation,
+    }
     return Architecture(
-        (
-            Stack(
-                "layers",
-                blocks[0],
-                {i: block for i, block in enumerate(blocks) if block != blocks[0]},
-                Norm("norm", RMS_NORM),
-                Embedding("embed_tokens", given="other"),  # whose inputs per layer are of tokens alone
-                stream_view=SeveralStreams(config.altup_num_inputs, first=True),
-            ),
-        ),
+        (stack,),
         Readout("lm_head", output_transform=Affine(), soft_cap=_cap(config)),
         no_layer_runs=f"its blocks carry {config.altup_num_inputs} streams",
-        config_values={
-            **rotary_values(config), "attn_scale": 1.0, "d_mlp": max(widths), "act_fn": config.hidden_activation,
-        },
-    )  # fmt: skip
-
-
-def _gemma3n_block(config: PreTrainedConfig, layer: int) -> Block:
-    """One layer: whose keys its attention reads, how wide its MLP is, and whether few neurons of it are active."""
-    attn = replace(normed(ATTENTION, "q_norm", "k_norm"), v=Projection("v_proj", norm=Norm("v_norm", RMS_NORM)))
-    width = config.intermediate_size[layer]
-    mlp = replace(FEED_FORWARD, activation="_gaussian_topk" if config.activation_sparsity_pattern[layer] > 0 else None)
-    if len(set(config.intermediate_size)) > 1:
-        mlp = replace(mlp, up=replace(mlp.up, width=width), gate=Projection("gate_proj", width=width))
-    pre, behind = Norm("input_layernorm", RMS_NORM), [Norm(path, RMS_NORM) for path in POST]
-    return Block(
-        (
-            Step(_sharing(attn, config, layer), pre, (behind[0], *_HALF), residual_transform=_HALF, mix=_PREDICTED),
-            Step(_LAUREL, pre, _HALF, parallel_to=0),
-            Step(mlp, Norm("pre_feedforward_layernorm", RMS_NORM), (behind[1],)),
-            Step(
-                replace(_PER_LAYER, up=replace(_PER_LAYER.up, width=config.hidden_size_per_layer_input)),
-                result_chain=(Norm("post_per_layer_input_norm", RMS_NORM),),
-                mix=Mix("altup.correction_coefs", ("write",)),
-                out="per_layer_projection",
-                entry="altup.router_norm@1",
-            ),
-        )
+        config_values=values,
     )
 
 
+def _gemma3n_block(config: PreTrainedConfig, layer: int) -> Block:
+    """Return the declaration of a layer: the source of its keys, the width of its MLP, and whether
+    its neurons are sparse.
+    """
+    v = Projection("v_proj", norm=Norm("v_norm", RMS_NORM))
+    attn = replace(normed(ATTENTION, "q_norm", "k_norm"), v=v)
+    mlp = FEED_FORWARD
+    if config.activation_sparsity_pattern[layer] > 0:
+        mlp = replace(mlp, activation="_gaussian_topk")
+    if len(set(config.intermediate_size)) > 1:
+        width = config.intermediate_size[layer]
+        up = replace(mlp.up, width=width)
+        mlp = replace(mlp, up=up, gate=Projection("gate_proj", width=width))
+    up = replace(_PER_LAYER.up, width=config.hidden_size_per_layer_input)
+    pre = Norm("input_layernorm", RMS_NORM)
+    behind = [Norm(path, RMS_NORM) for path in POST]
+    steps = (
+        Step(
+            _sharing(attn, config, layer),
+            pre,
+            (behind[0], *_HALF),
+            residual_transform=_HALF,
+            mix=_PREDICTED,
+        ),
+        Step(_LAUREL, pre, _HALF, parallel_to=0),
+        Step(mlp, Norm("pre_feedforward_layernorm", RMS_NORM), (behind[1],)),
+        Step(
+            replace(_PER_LAYER, up=up),
+            result_chain=(Norm("post_per_layer_input_norm", RMS_NORM),),
+            mix=Mix("altup.correction_coefs", ("write",)),
+            out="per_layer_projection",
+            entry="altup.router_norm@1",
+        ),
+    )
+    return Block(steps)
+
+
 def _sharing(attn: Attention, config: PreTrainedConfig, layer: int) -> Attention:
-    """The attention of a layer: the last ones read the keys and values of the last of their kind before them."""
+    """Return the attention of a layer. The last layers reuse the keys and values of an earlier
+    layer: the last of the same kind that has its own.
+    """
     own = config.num_hidden_layers - config.num_kv_shared_layers
     if layer < own:
         return attn
-    kind = config.layer_types[layer]
-    return replace(attn, keys_from=max(i for i in range(own) if config.layer_types[i] == kind))
+    kinds = config.layer_types
+    return replace(attn, keys_from=max(i for i in range(own) if kinds[i] == kinds[layer]))
 
 
 def vaultgemma(config: PreTrainedConfig) -> Architecture:

@@ -6,7 +6,16 @@ from transformers import PreTrainedConfig
 
 from adapters.architecture import Architecture, Block, Embedding, Readout, Stack, Step, tables
 from adapters.attention import Attention, Projection
-from adapters.families.shapes.gpt2 import WIDE_AND_BACK, K, Q, V, fused, gpt2_like, in_a_row
+from adapters.families.shapes.gpt2 import (
+    FEED_FORWARD,
+    WIDE_AND_BACK,
+    K,
+    Q,
+    V,
+    fused,
+    gpt2_like,
+    in_a_row,
+)
 from adapters.feed_forward import MLP
 from adapters.norms import LAYER_NORM, Norm
 from adapters.registry import UnsupportedModelError, only
@@ -14,7 +23,8 @@ from adapters.views import AlibiScores, Composed, FilledScores, HeadsOfBatch, Ma
 
 
 def gpt2(config: PreTrainedConfig) -> Architecture:
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = config.num_attention_heads
     q, k, v = in_a_row("c_attn", width // heads, heads, heads)
     return gpt2_like(
         Attention("attn", q, k, v, o="c_proj"),
@@ -27,9 +37,9 @@ def gpt2(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GPT BigCode (StarCoder): GPT-2 with one head of keys and values.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def gpt_bigcode(config: PreTrainedConfig) -> Architecture:
@@ -46,16 +56,16 @@ def gpt_bigcode(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GPT-Neo.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def gpt_neo(config: PreTrainedConfig) -> Architecture:
     # Its flash attention computes no softmax that could be watched.
-    eager = config._attn_implementation == "eager"
+    scores = MaskedScores() if config._attn_implementation == "eager" else None
     return gpt2_like(
-        Attention("attn.attention", Q, K, V, o="out_proj", scores=MaskedScores() if eager else None),
+        Attention("attn.attention", Q, K, V, o="out_proj", scores=scores),
         output=(0, 2),
         pos_embed="wpe",
         config_values={
@@ -67,14 +77,17 @@ def gpt_neo(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # MPT: GPT-2 with ALiBi, and without biases.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def mpt(config: PreTrainedConfig) -> Architecture:
-    only(config.attn_config, clip_qkv=(None, 0))  # queries, keys and values would not be what their projection makes
-    width, heads, scale = config.hidden_size, config.n_heads, config.attn_config.softmax_scale
+    # Queries, keys and values would differ from the output of their projection.
+    only(config.attn_config, clip_qkv=(None, 0))
+    width = config.hidden_size
+    heads = config.n_heads
+    scale = config.attn_config.softmax_scale
     q, k, v = in_a_row("Wqkv", width // heads, heads, heads)
     return gpt2_like(
         Attention("attn", q, k, v, o="out_proj"),
@@ -93,24 +106,25 @@ def mpt(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # BLOOM.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def bloom(config: PreTrainedConfig) -> Architecture:
     if config.apply_residual_connection_post_layernorm:
         raise UnsupportedModelError(
-            "BLOOM with apply_residual_connection_post_layernorm=True adds the norm's output to what follows: "
-            "it has no residual stream for the hook points to stand on"
+            "BLOOM with apply_residual_connection_post_layernorm=True adds the norm's output to"
+            " what follows: it has no residual stream for hook points to show"
         )
     if config.slow_but_exact and config.pretraining_tp > 1:
         raise UnsupportedModelError(
-            "BLOOM with slow_but_exact=True and pretraining_tp > 1 does not call its output projections, on which hook "
-            "points stand; load it with slow_but_exact=False"
+            "BLOOM with slow_but_exact=True and pretraining_tp > 1 does not call its output"
+            " projections, on which hook points stand; load it with slow_but_exact=False"
         )
     q, k, v = fused("query_key_value", config)
-    # Attention and MLP add the residual stream to their result themselves: the points come before that.
+    # Attention and MLP add the residual stream to their result themselves: the points come before
+    # that.
     out = ("self_attention.dense", "mlp.dense_4h_to_h")
     return gpt2_like(
         Attention("self_attention", q, k, v, o="dense", scores=AlibiScores()),
@@ -129,21 +143,22 @@ def bloom(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # OPT.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def opt(config: PreTrainedConfig) -> Architecture:
     if not config.do_layer_norm_before:
         raise UnsupportedModelError(
-            "OPT with do_layer_norm_before=False (opt-350m) norms the residual stream itself, after attention and MLP: "
-            "there is no adapter for it"
+            "OPT with do_layer_norm_before=False (opt-350m) norms the residual stream itself, after"
+            " attention and MLP: there is no adapter for it"
         )
     if config.word_embed_proj_dim != config.hidden_size:
         raise UnsupportedModelError(
-            f"OPT with word_embed_proj_dim={config.word_embed_proj_dim} and hidden_size={config.hidden_size} projects "
-            "its embeddings into and out of the residual stream: there is no adapter for it"
+            f"OPT with word_embed_proj_dim={config.word_embed_proj_dim} and"
+            f" hidden_size={config.hidden_size} projects its embeddings into and out of the"
+            " residual stream: there is no adapter for it"
         )
     return gpt2_like(
         Attention("self_attn", Q, K, V, o="out_proj"),
@@ -157,28 +172,29 @@ def opt(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GPT (the first): norms stand on the stream itself.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def openai_gpt(config: PreTrainedConfig) -> Architecture:
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = config.num_attention_heads
     q, k, v = in_a_row("c_attn", width // heads, heads, heads)
-    attn = Attention("attn", q, k, v, o="c_proj", scores=FilledScores(-5000.0))  # it hides with -10000
-    mlp = MLP("mlp", up=Projection("c_fc"), down="c_proj")
-    norms = Norm("ln_1", LAYER_NORM), Norm("ln_2", LAYER_NORM)
-    block = Block((Step(attn, stream_norm=norms[0]), Step(mlp, stream_norm=norms[1])))
-    return Architecture(
-        (Stack("h", block, embedding=Embedding("tokens_embed", added=tables("positions_embed")), output=(0, 1)),),
-        Readout("lm_head"),
-        config_values={"d_mlp": 4 * width, "act_fn": {"gelu": "gelu_new", "swish": "silu"}.get(config.afn, config.afn)},
-    )
+    # It masks with -10000.
+    attn = Attention("attn", q, k, v, o="c_proj", scores=FilledScores(-5000.0))
+    first = Step(attn, stream_norm=Norm("ln_1", LAYER_NORM))
+    second = Step(FEED_FORWARD, stream_norm=Norm("ln_2", LAYER_NORM))
+    embedding = Embedding("tokens_embed", added=tables("positions_embed"))
+    stack = Stack("h", Block((first, second)), embedding=embedding, output=(0, 1))
+    act_fn = {"gelu": "gelu_new", "swish": "silu"}.get(config.afn, config.afn)
+    values = {"d_mlp": 4 * width, "act_fn": act_fn}
+    return Architecture((stack,), Readout("lm_head"), config_values=values)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# XGLM and BioGPT: GPT-2 with a projection each, and layers that stand in the block itself.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# XGLM and BioGPT: GPT-2 with separate projections, and layers directly in the block.
+# --------------------------------------------------------------------------------------------------
 
 
 def xglm(config: PreTrainedConfig) -> Architecture:

@@ -32,17 +32,17 @@ def gpt_neox(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GPT-J.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
-    """GPT-J with another attention.
+    """Declare GPT-J with another attention.
 
     Args:
         attn: the attention.
-        rotary_dim: how many of each head's columns are rotated.
+        rotary_dim: the number of each head's columns that are rotated.
     """
     return gpt2_like(
         attn,
@@ -60,49 +60,61 @@ def gptj_like(attn: Attention, rotary_dim: int) -> Architecture:
 
 
 def gptj(config: PreTrainedConfig) -> Architecture:
-    # A flash attention of its own does not go through the method in which the others compute the softmax.
-    scores = MaskedScores() if gptj_is_like_others() or config._attn_implementation == "eager" else None
-    return gptj_like(Attention("attn", Q, K, V, o="out_proj", rotary="last", scores=scores), config.rotary_dim)
+    # A flash attention of its own bypasses the method in which the others compute the softmax.
+    shows = gptj_is_like_others() or config._attn_implementation == "eager"
+    scores = MaskedScores() if shows else None
+    attn = Attention("attn", Q, K, V, o="out_proj", rotary="last", scores=scores)
+    return gptj_like(attn, config.rotary_dim)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # CodeGen: GPT-J with queries, values and keys in one projection.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 _GROUPS = 4  # of heads, each with its own queries, values and keys: a constant in its source
 
 
 def codegen(config: PreTrainedConfig) -> Architecture:
-    heads, d_head = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    each = heads // _GROUPS
+    heads = config.num_attention_heads
+    d_head = config.hidden_size // heads
+    group_size = heads // _GROUPS
 
-    def part(place: int) -> Projection:
-        starts = [((head // each * 3 + place) * each + head % each) * d_head for head in range(heads)]
-        return Projection("qkv_proj", gathered(tuple(tuple(range(start, start + d_head)) for start in starts)))
+    def projection(place: int) -> Projection:
+        columns = []
+        for head in range(heads):
+            group, index = divmod(head, group_size)
+            start = ((group * 3 + place) * group_size + index) * d_head
+            columns.append(tuple(range(start, start + d_head)))
+        return Projection("qkv_proj", gathered(tuple(columns)))
 
-    attn = Attention("attn", q=part(0), k=part(2), v=part(1), o="out_proj", rotary="last")
+    q, v, k = map(projection, range(3))
+    attn = Attention("attn", q, k, v, o="out_proj", rotary="last")
     return gptj_like(attn, config.rotary_dim or d_head)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Falcon: queries, keys and values in one projection; attention and MLP side by side or one after the other.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Falcon: queries, keys and values in one projection; attention and MLP side by side or one after
+# the other.
+# --------------------------------------------------------------------------------------------------
 
 
 def falcon(config: PreTrainedConfig) -> Architecture:
-    only(config, new_decoder_architecture=False, alibi=False)  # keys and values repeated; scores that ALiBi is in
+    # Keys and values repeated; scores that include ALiBi.
+    only(config, new_decoder_architecture=False, alibi=False)
     q, k, v = fused("query_key_value", config, config.multi_query)
-    shows = "flash" not in (config._attn_implementation or "")  # it has a class of its own for that
+    shows = "flash" not in (config._attn_implementation or "")  # it has a separate class for that
+    scores = MaskedScores() if shows else None
+    attn = Attention("self_attention", q, k, v, o="dense", rotary="last", scores=scores)
     parallel = config.parallel_attn
     return gpt2_like(
-        Attention("self_attention", q, k, v, o="dense", rotary="last", scores=MaskedScores() if shows else None),
+        attn,
         WIDE_AND_BACK,
         pre=("input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"),
         parallel=parallel,
         output=(0, 2),
         embed="word_embeddings",
-        # Side by side, what attention adds is written into what the MLP returned.
+        # In parallel, attention's result is added in place to the MLP's output.
         changed_in_place=(("*.mlp", "output"),) if parallel else (),
         config_values={
             **rotary_values(config),
@@ -113,9 +125,9 @@ def falcon(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Phi (1, 1.5 and 2).
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def phi(config: PreTrainedConfig) -> Architecture:

@@ -12,16 +12,16 @@ from adapters.views import Affine
 
 
 def with_language_model(config: PreTrainedConfig) -> Architecture:
-    """The text model stands in the base model, and its head outside of it."""
+    """Declare a model whose base model holds the text model, with its head outside of it."""
     return language_part(declaration_of(config.get_text_config()), "language_model")
 
 
 def with_text_model(config: PreTrainedConfig) -> Architecture:
-    """The same, with another name for it."""
+    """Declare the same as `with_language_model`, with the text model under another name."""
     return language_part(declaration_of(config.get_text_config()), "text_model")
 
 
 def without_factor(config: PreTrainedConfig) -> Architecture:
-    """The same, without the factor that the text model by itself multiplies its logits with."""
+    """Declare the same, without the logit factor of the text model."""
     declared = with_language_model(config)
     return replace(declared, readout=replace(declared.readout, output_transform=Affine()))

@@ -43,18 +43,23 @@ from adapters.views import MaskedScores, SinkScores
 
 
 def mixtral(config: PreTrainedConfig) -> Architecture:
-    return mixture_like(config, MoE("mlp", router="gate"), n_experts="num_local_experts", width="intermediate_size")
+    return mixture_like(
+        config, MoE("mlp", router="gate"), n_experts="num_local_experts", width="intermediate_size"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Qwen's mixtures of experts.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def qwen2_moe(config: PreTrainedConfig) -> Architecture:
     shared = replace(FEED_FORWARD, path="shared_expert", flat=True)
     moe = MoE(
-        "mlp", router="gate", shared=shared, shared_transform=(Gate(Projection("shared_expert_gate"), "sigmoid"),)
+        "mlp",
+        router="gate",
+        shared=shared,
+        shared_transform=(Gate(Projection("shared_expert_gate"), "sigmoid"),),
     )
     return sparse_steps(config, ATTENTION, moe, config.shared_expert_intermediate_size)
 
@@ -64,7 +69,8 @@ def qwen3_moe(config: PreTrainedConfig) -> Architecture:
 
 
 def qwen3_vl_moe(config: PreTrainedConfig) -> Architecture:
-    values = VALUES | {"use_local_attn": False, "window_size": None, "attn_types": None}  # its configuration has one
+    # Its configuration has a window, which it does not use.
+    values = VALUES | {"use_local_attn": False, "window_size": None, "attn_types": None}
     return sparse_steps(config, NORMED_ATTENTION, MoE("mlp", router="gate"), None, values)
 
 
@@ -73,24 +79,30 @@ def sparse_steps(
     attn: Attention,
     moe: MoE,
     d_shared_expert: int | None = None,
-    said: Mapping[str, object] = VALUES,
+    values: Mapping[str, object] = VALUES,
 ) -> Architecture:
-    """A mixture in each layer, but for those that the configuration excepts."""
-    step, excepted = config.decoder_sparse_step, config.mlp_only_layers
+    """Declare a mixture in each layer, except the layers that the configuration excludes."""
+    step = config.decoder_sparse_step
+    excepted = config.mlp_only_layers
     mixed = [
-        config.num_experts > 0 and i not in excepted and (i + 1) % step == 0 for i in range(config.num_hidden_layers)
+        config.num_experts > 0 and i not in excepted and (i + 1) % step == 0
+        for i in range(config.num_hidden_layers)
     ]
     dense = [index for index, mixes in enumerate(mixed) if not mixes]
-    return mixture_like(config, moe, d_shared_expert=d_shared_expert, dense=dense, attn=attn, config_values=said)
+    return mixture_like(
+        config, moe, d_shared_expert=d_shared_expert, dense=dense, attn=attn, config_values=values
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # DeepSeek, and others whose keys and values are made from one latent.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def deepseek_v2(config: PreTrainedConfig) -> Architecture:
-    chosen_by: ChosenBy = "probabilities" if config.topk_method == "greedy" else "corrected probabilities"
+    chosen_by: ChosenBy = (
+        "probabilities" if config.topk_method == "greedy" else "corrected probabilities"
+    )
     moe = MoE("mlp", router="gate", shared=SHARED, chosen_by=chosen_by)
     values = latent_values(config) | {"rotary_adjacent_pairs": True}
     return _mixed(config, moe, dense_first(config), values)
@@ -110,12 +122,15 @@ def youtu(config: PreTrainedConfig) -> Architecture:
 
 def minicpm3(config: PreTrainedConfig) -> Architecture:
     factor = config.scale_depth / config.num_hidden_layers**0.5
-    attn, values = latent_attention(config), latent_values(config)
+    attn = latent_attention(config)
+    values = latent_values(config)
     declared = llama_like(config, attn=attn, factor=factor, config_values=values)
     return replace(declared, readout=replace(declared.readout, factor_in=1 / config.logits_scaling))
 
 
-def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values: dict[str, object]) -> Architecture:
+def _mixed(
+    config: PreTrainedConfig, moe: MoE, dense: range | list[int], values: dict[str, object]
+) -> Architecture:
     attn = latent_attention(config)
     return mixture_like(
         config,
@@ -128,9 +143,9 @@ def _mixed(config: PreTrainedConfig, moe: MoE, dense: range | list[int], values:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # dots.llm1, and other mixtures of experts behind Llama's attention.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def dots1(config: PreTrainedConfig) -> Architecture:
@@ -159,7 +174,7 @@ def minimax_m2(config: PreTrainedConfig) -> Architecture:
 
 
 def aria_text(config: PreTrainedConfig) -> Architecture:
-    only(config, hidden_act="silu")  # its experts have that, whatever its configuration says
+    only(config, hidden_act="silu")  # its experts use that, whatever its configuration says
     moe = MoE("mlp", router="router", chosen_by="logits", shared=SHARED)
     return mixture_like(
         config,
@@ -172,18 +187,25 @@ def aria_text(config: PreTrainedConfig) -> Architecture:
 
 
 def mellum(config: PreTrainedConfig) -> Architecture:
-    return mixture_like(config, MoE("mlp", router="gate"), dense=dense_listed(config), attn=NORMED_ATTENTION)
+    return mixture_like(
+        config, MoE("mlp", router="gate"), dense=dense_listed(config), attn=NORMED_ATTENTION
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # DBRX.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def dbrx(config: PreTrainedConfig) -> Architecture:
-    """Queries, keys and values are one layer's, clamped; its router returns logits alone."""
-    own, mixture = config.attn_config, config.ffn_config
-    n_heads, n_kv_heads, d_head = config.n_heads, own.kv_n_heads, config.d_model // config.n_heads
+    """Declare DBRX: one clamped layer makes queries, keys and values; its router returns only
+    logits.
+    """
+    own = config.attn_config
+    mixture = config.ffn_config
+    n_heads = config.n_heads
+    n_kv_heads = own.kv_n_heads
+    d_head = config.d_model // config.n_heads
     qkv = in_a_row("Wqkv", d_head, n_heads, n_kv_heads)
     attention = Attention("norm_attn_norm.attn", *qkv, o="out_proj", rotary="last")
     if own.clip_qkv is not None:
@@ -209,36 +231,43 @@ def dbrx(config: PreTrainedConfig) -> Architecture:
     return Architecture((stack,), Readout("lm_head"), config_values=values)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gpt-oss.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _refuse_packed(model: nn.Module) -> None:
-    packed = [name for name, module in model.named_modules() if type(module).__name__ == "Mxfp4GptOssMLP"]
-    if packed:
-        raise UnsupportedModelError(
-            f"{packed[0]} is packed in MXFP4, and computes its routing where no hook can stand; load the model with "
-            "quantization_config=transformers.Mxfp4Config(dequantize=True)"
-        )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Mxfp4GptOssMLP":
+            raise UnsupportedModelError(
+                f"{name} is packed in MXFP4, and computes its routing where no hook can stand; load"
+                " the model with quantization_config=transformers.Mxfp4Config(dequantize=True)"
+            )
 
 
 @register(check=_refuse_packed)
 def gpt_oss(config: PreTrainedConfig) -> Architecture:
-    """Llama with attention sinks and a mixture of experts, chosen by their logits."""
-    # Its configuration says silu. What its experts compute is min(gate, limit) * sigmoid(alpha * min(gate, limit)),
-    # times the clamped other half plus one.
+    """Declare gpt-oss: Llama with attention sinks and a mixture of experts, which are chosen by
+    their logits.
+    """
+    # Its configuration says silu, but its experts compute min(gate, limit) * sigmoid(alpha *
+    # min(gate, limit)), times the clamped other half plus one.
     values = {"act_fn": "clamped_swiglu"}
     moe = MoE("mlp", router="router", chosen_by="logits")
     attn = replace(ATTENTION, scores=SinkScores(MaskedScores(), "sinks"))
     return mixture_like(
-        config, moe, n_experts="num_local_experts", width="intermediate_size", attn=attn, config_values=values
+        config,
+        moe,
+        n_experts="num_local_experts",
+        width="intermediate_size",
+        attn=attn,
+        config_values=values,
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Kolibri, Laguna and AFMoE: mixtures with a norm or a gate more.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def kolibri1(config: PreTrainedConfig) -> Architecture:
@@ -247,13 +276,15 @@ def kolibri1(config: PreTrainedConfig) -> Architecture:
 
 
 def laguna(config: PreTrainedConfig) -> Architecture:
-    """A gate of each head's `z`; layers may differ in their heads, and in how much of these is rotated."""
+    """Declare Laguna: a gate of each head's `z`; layers may differ in their number of heads and in
+    their rotated columns.
+    """
     only(config, moe_router_logit_softcapping=0.0)
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("g_proj"), "softplus"))
     moe = replace(FLAT_SIGMOID, factor=config.moe_routed_scaling_factor)
     heads = config.num_attention_heads_per_layer[: config.num_hidden_layers]
     usual = mode(heads)
-    made = mixture_like(
+    declared = mixture_like(
         config,
         moe,
         d_shared_expert=config.shared_expert_intermediate_size,
@@ -261,17 +292,22 @@ def laguna(config: PreTrainedConfig) -> Architecture:
         attn=attn,
         config_values={"n_heads": usual},
     )
-    own: dict[int, dict[str, object]] = {i: {"n_heads": n} for i, n in enumerate(heads) if n != usual}
+    own: dict[int, dict[str, object]] = {
+        i: {"n_heads": n} for i, n in enumerate(heads) if n != usual
+    }
     for index, kind in enumerate(config.layer_types):
         if kind == "sliding_attention":
             share = config.rope_parameters[kind].get("partial_rotary_factor", 1.0)
             own.setdefault(index, {})["rotary_dim"] = int(config.head_dim * share)
-    layers = {index: _with(made.stack.block_at(index), values) for index, values in own.items()}
-    return replace(made, stacks=(replace(made.stack, layers={**made.stack.layers, **layers}),))
+    stack = declared.stack
+    layers = dict(stack.layers)
+    for index, values in own.items():
+        layers[index] = _with(stack.block_at(index), values)
+    return replace(declared, stacks=(replace(stack, layers=layers),))
 
 
 def _with(block: Block, values: Mapping[str, object]) -> Block:
-    """A block whose attention has facts of its own."""
+    """Return a block whose attention has its own values of configuration fields."""
     first, *others = block.steps
     assert isinstance(first.part, Attention)
     part = replace(first.part, config_values={**first.part.config_values, **values})
@@ -279,7 +315,7 @@ def _with(block: Block, values: Mapping[str, object]) -> Block:
 
 
 def afmoe(config: PreTrainedConfig) -> Architecture:
-    """A gate of each column of `z`, norms on both sides."""
+    """Declare AFMoE: a gate of each column of `z`, norms on both sides."""
     attn = replace(NORMED_ATTENTION, z_transform=Gate(Projection("gate_proj"), "sigmoid"))
     return mixture_like(
         config,
@@ -292,14 +328,15 @@ def afmoe(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # OLMo: Llama with norms in other places.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def olmo(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)  # queries, keys and values would be changed in place
-    return llama_like(config, norm=NormKind("layer", eps=1e-5))  # which its norm, without weights, keeps nowhere
+    # Its norm, without weights, does not store its epsilon.
+    return llama_like(config, norm=NormKind("layer", eps=1e-5))
 
 
 def olmo2(config: PreTrainedConfig) -> Architecture:
@@ -308,20 +345,26 @@ def olmo2(config: PreTrainedConfig) -> Architecture:
 
 def olmoe(config: PreTrainedConfig) -> Architecture:
     only(config, clip_qkv=None)
-    return mixture_like(config, MoE("mlp", router="gate"), width="intermediate_size", attn=NORMED_WIDTH)
+    return mixture_like(
+        config, MoE("mlp", router="gate"), width="intermediate_size", attn=NORMED_WIDTH
+    )
 
 
 def flex_olmo(config: PreTrainedConfig) -> Architecture:
     moe = MoE("mlp", router="gate")
-    return mixture_like(config, moe, width="intermediate_size", attn=NORMED_WIDTH, pre=(None, None), post=POST)
+    return mixture_like(
+        config, moe, width="intermediate_size", attn=NORMED_WIDTH, pre=(None, None), post=POST
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Granite: Llama that multiplies what attention and MLP add, the embedding, the scores and the logits.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Granite: Llama with factors on the results of attention and MLP, the embedding, the scores and the
+# logits.
+# --------------------------------------------------------------------------------------------------
 
 
-#: What multiplies each head's `z`: the sigmoid of what its scores add up to, less a number of its own.
+#: The gate of each head's `z`: the sigmoid of the log-sum-exp of its scores minus a parameter of
+#: the head.
 SINKS = replace(ATTENTION, z_transform=SinkGate("sinks"))
 
 
@@ -344,7 +387,8 @@ def granite(config: PreTrainedConfig) -> Architecture:
 
 def hyperclovax(config: PreTrainedConfig) -> Architecture:
     post = ("post_norm1", "post_norm2") if config.use_post_norm else (None, None)
-    differences = _factors(config, post=post, logit_factor=config.logits_scaling)  # where Granite divides
+    # Where Granite divides its logits.
+    differences = _factors(config, post=post, logit_factor=config.logits_scaling)
     return llama_like(config, **differences, config_values=_scale(config))
 
 
@@ -367,9 +411,9 @@ def granite_swa(config: PreTrainedConfig) -> Architecture:
     return llama_like(config, **_factors(config, attn=SINKS), config_values=_scale(config))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # GLM: Llama with gate and up in one projection, partly rotated.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 GLM_POST = ("post_self_attn_layernorm", "post_mlp_layernorm")
@@ -392,13 +436,18 @@ def glm4(config: PreTrainedConfig) -> Architecture:
 def glm4_moe(config: PreTrainedConfig) -> Architecture:
     attn = NORMED_ATTENTION if getattr(config, "use_qk_norm", False) else ATTENTION
     return mixture_like(
-        config, SIGMOID, n_experts="n_routed_experts", n_shared="n_shared_experts", dense=dense_first(config), attn=attn
+        config,
+        SIGMOID,
+        n_experts="n_routed_experts",
+        n_shared="n_shared_experts",
+        dense=dense_first(config),
+        attn=attn,
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Helium and ERNIE 4.5: Llama, with neighbouring dimensions of queries and keys rotated together.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def helium(config: PreTrainedConfig) -> Architecture:
@@ -426,13 +475,15 @@ def ernie4_5_moe(config: PreTrainedConfig) -> Architecture:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Hunyuan: Llama with norms of queries and keys.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 #: Queries and keys are rotated first, and then normed.
-NORMED_LAST = replace(normed(ATTENTION, "query_layernorm", "key_layernorm"), norms_over="heads first", rotary="first")
+NORMED_LAST = replace(
+    normed(ATTENTION, "query_layernorm", "key_layernorm"), norms_over="heads first", rotary="first"
+)
 
 
 def hunyuan(config: PreTrainedConfig) -> Architecture:
@@ -440,12 +491,18 @@ def hunyuan(config: PreTrainedConfig) -> Architecture:
 
 
 def hunyuan_moe(config: PreTrainedConfig) -> Architecture:
-    per_token, width = config.moe_topk, config.intermediate_size
-    if isinstance(per_token, list):  # a number of its own for each layer
+    per_token = config.moe_topk
+    width = config.intermediate_size
+    if isinstance(per_token, list):  # a separate number for each layer
         only(config, moe_topk=None)
     moe = MoE("mlp", router="gate", shared=replace(FEED_FORWARD, path="shared_mlp"))
     return mixture_like(
-        config, moe, width="intermediate_size", d_shared_expert=width, per_token=per_token, attn=NORMED_LAST
+        config,
+        moe,
+        width="intermediate_size",
+        d_shared_expert=width,
+        per_token=per_token,
+        attn=NORMED_LAST,
     )
 
 
@@ -453,9 +510,9 @@ def hy_v3(config: PreTrainedConfig) -> Architecture:
     return mixture_like(config, FLAT_SIGMOID, dense=dense_listed(config), attn=HEADS_FIRST)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # EXAONE: Llama with norms of queries and keys.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def exaone4(config: PreTrainedConfig) -> Architecture:
@@ -466,13 +523,13 @@ def exaone_moe(config: PreTrainedConfig) -> Architecture:
     return mixture_like(config, SIGMOID, dense=dense_listed(config), attn=HEADS_FIRST)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flint.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def flint(config: PreTrainedConfig) -> Architecture:
-    """Qwen 3 with attention sinks, and a shared expert without a gate."""
+    """Declare Flint: Qwen 3 with attention sinks, and a shared expert without a gate."""
     moe = replace(SIGMOID, shared=replace(FEED_FORWARD, path="shared_expert", flat=True))
     attn = replace(NORMED_ATTENTION, scores=SinkScores(MaskedScores(), "sinks"))
     return sparse_steps(config, attn, moe, config.shared_expert_intermediate_size, {})

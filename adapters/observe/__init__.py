@@ -1,1 +1,1 @@
-"""Watching a model run: what passes the borders of its modules, its softmaxes, and what reaches them by gradient."""
+"""Record a model's run: module inputs and outputs, softmaxes, and gradients between them."""

@@ -1,4 +1,4 @@
-"""A probe copy of a model for proofs: its own modules, with the model's parameters but for those that prove nothing."""
+"""Copy a model for proofs: shared parameters, but noise in place of constant ones."""
 
 from __future__ import annotations
 
@@ -18,217 +18,292 @@ from torch.overrides import TorchFunctionMode
 
 from adapters.linear import Turned, has_weights, input_device, materialized, whole
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Parameters that stand elsewhere, or in half precision: brought in float32 for each use, and given up after it.
+# --------------------------------------------------------------------------------------------------
+# Parameters that are offloaded or in half precision: loaded in float32 for each use, and freed
+# afterwards.
 #
-# A model of some billion parameters is looked at so with the memory of its largest layer, whatever brings them
-# otherwise.
-# ----------------------------------------------------------------------------------------------------------------------
+# A model of some billion parameters then needs only the memory of its largest layer, however its
+# parameters are usually loaded.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lender:
-    """Brings one parameter.
+class _Lender:
+    """Provider of one parameter.
 
     Attributes:
-        bring: returns it as it is kept.
-        device: where it is used.
+        bring: returns the parameter as stored.
+        device: the device where it is used.
     """
 
     bring: Callable[[], Tensor]
     device: torch.device
 
     def __call__(self) -> Tensor:
-        """It, where it is used."""
+        """Return the parameter on the device where it is used."""
         x = self.bring().detach().to(self.device)
-        return x.clone() if x.is_inference() else x
+        if x.is_inference():
+            return x.clone()
+        return x
 
 
-#: Of a linear layer's weight, so many elements are in float32 at a time.
+#: Number of elements of a linear layer's weight that are in float32 at a time.
 _AT_ONCE = 2**22
-#: What is read of a parameter without its values.
-_OUTSIDE = ("shape", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "layout", "is_sparse", "is_quantized")
+#: Attributes of a parameter that do not need its values.
+_OUTSIDE = (
+    "shape",
+    "ndim",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "layout",
+    "is_sparse",
+    "is_quantized",
+)
 _MEASURES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
-#: What says where the values lie, as they are kept: which expert's a part is, is told from it.
+#: Methods about the storage of the values: they identify the expert to which a part belongs.
 _PLACES = (Tensor.data_ptr, Tensor.element_size, Tensor.stride, Tensor.storage_offset)
 
 
-def _pieces(weight: Tensor, place: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of a weight after the other, each in the same place."""
-    count = max(1, len(place) // weight.shape[-1])
-    for at in range(0, len(weight), count):
-        rows = slice(at, at + count)
-        some = weight[rows]
-        whole = place[: some.numel()] if some.numel() <= len(place) else place.new_empty(some.numel())
-        yield rows, whole.view(some.shape).copy_(some)
+def _pieces(weight: Tensor, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield a weight in groups of rows, each copied into the same buffer."""
+    count = max(1, len(buffer) // weight.shape[-1])
+    for start in range(0, len(weight), count):
+        rows = slice(start, start + count)
+        piece = weight[rows]
+        size = piece.numel()
+        room = buffer[:size] if size <= len(buffer) else buffer.new_empty(size)
+        yield rows, room.view(piece.shape).copy_(piece)
 
 
-class Lent(TorchFunctionMode):
-    """Functions get parameters as what is brought for them, in float32.
+class _Lent(TorchFunctionMode):
+    """Mode in which functions receive parameters in float32, loaded for each use.
 
     Args:
-        brings: for each parameter, by its `id`.
+        brings: the lender of each parameter, by its `id`.
     """
 
-    def __init__(self, brings: Mapping[int, Lender]) -> None:
+    def __init__(self, brings: Mapping[int, _Lender]) -> None:
         super().__init__()
         self._brings = dict(brings)
-        #: Parts of parameters, such as those of one expert: lent for as long as they are there.
+        #: Parts of parameters, such as those of one expert: lent for as long as they are alive.
         self._parts: list[weakref.ref[Tensor]] = []
-        #: What those are parts of, for as long as there are any.
+        #: The parameters of those parts, while any part is alive.
         self._wholes: dict[int, weakref.ref[Tensor]] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
-        #: Where pieces of weights are in float32, on each device.
-        self._places: dict[torch.device, Tensor] = {}
-        #: What was brought and is still in use, by where its numbers lie.
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        #: The float32 buffer for pieces of weights, on each device.
+        self._buffers: dict[torch.device, Tensor] = {}
+        #: Loaded parameters still in use, by data pointer.
         self._used: dict[int, tuple[weakref.ref[Tensor], Callable[[], Tensor]]] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not kwargs and not any(id(x) in self._brings or type(x) in (tuple, list) for x in args):
             return func(*args)  # most calls
         kwargs = kwargs or {}
         first = args[0] if args else None
         if id(first) in self._brings and isinstance(first, Tensor):
-            name = getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ == "__get__" else ""
-            if name in _OUTSIDE or func in _MEASURES:
-                return func(*args, **kwargs)
-            if name in ("dtype", "device", "is_meta"):
-                device = self._brings[id(first)].device
-                return {"dtype": torch.float32, "device": device, "is_meta": device.type == "meta"}[name]
-            if func in _PLACES:
-                return func(self._whole(id(first)), *args[1:])
-            if func is Tensor.__getitem__:
-                return self._part(id(first), args[1])
+            result = self._on_parameter(func, first, args, kwargs)
+            if result is not NotImplemented:
+                return result
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
         if id(weight) in self._brings and isinstance(weight, Tensor):
             if func is functional.embedding:
-                rest = {name: value for name, value in kwargs.items() if name not in ("weight", "input")}
-                ids = kwargs.get("input", first)
-                return func(ids, self._brings[id(weight)](), *args[2:], **rest).float()
+                return self._embedding(*args, **kwargs)
             if func is functional.linear:
                 return self._in_pieces(*args, **kwargs)
-        return func(*map(self._brought, args), **{name: self._brought(value) for name, value in kwargs.items()})
+        brought = {name: self._brought(value) for name, value in kwargs.items()}
+        return func(*map(self._brought, args), **brought)
+
+    def _on_parameter(
+        self,
+        func: Callable[..., Any],
+        parameter: Tensor,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a function of a parameter if it does not need the values in float32; otherwise
+        return `NotImplemented`.
+        """
+        name = ""
+        if func.__name__ == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _OUTSIDE or func in _MEASURES:
+            return func(*args, **kwargs)
+        device = self._brings[id(parameter)].device
+        if name == "dtype":
+            return torch.float32
+        if name == "device":
+            return device
+        if name == "is_meta":
+            return device.type == "meta"
+        if func in _PLACES:
+            return func(self._whole(id(parameter)), *args[1:])
+        if func is Tensor.__getitem__:
+            return self._part(id(parameter), args[1])
+        return NotImplemented
+
+    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Look up rows of a parameter as stored, and convert them to float32."""
+        rows: Tensor = functional.embedding(input, self._brings[id(weight)](), *args, **kwargs)
+        return rows.float()
 
     def _whole(self, place: int) -> Tensor:
-        """A parameter as it is kept: the same tensor for as long as a part of it is there."""
+        """Return a parameter as stored: the same tensor for as long as a part of it is alive."""
         kept = self._wholes[place]() if place in self._wholes else None
         if kept is None:
             kept = self._brings[place]()
             self._wholes[place] = weakref.ref(kept)
         return kept
 
-    def _part(self, of: int, index: Any) -> Tensor:
-        whole, lender = self._whole(of), self._brings[of]
-        part = whole[index]
-        part.__dict__["whole"] = whole
+    def _part(self, place: int, index: Any) -> Tensor:
+        parameter = self._whole(place)
+        lender = self._brings[place]
+        part = parameter[index]
+        part.__dict__["whole"] = parameter
         if part.dtype != torch.float32:
-            place = id(part)
-            self._brings[place] = Lender(lambda: lender()[index], lender.device)
-            self._parts.append(weakref.ref(part, lambda _: self._brings.pop(place)))
+            key = id(part)
+            self._brings[key] = _Lender(lambda: lender()[index], lender.device)
+            self._parts.append(weakref.ref(part, lambda _: self._brings.pop(key)))
         return part
 
     def _brought(self, value: Any) -> Any:
         if type(value) in (tuple, list):
             return type(value)(map(self._brought, value))
         bring = self._brings.get(id(value))
-        return value if bring is None else self._kept_for_use(bring)
+        if bring is None:
+            return value
+        return self._kept_for_use(bring)
 
     def _kept_for_use(self, bring: Callable[[], Tensor]) -> Tensor:
         def in_float32(_: Tensor) -> Tensor:
             x = bring()
-            return x.view_as(x) if x.dtype == torch.float32 else x.float()
+            if x.dtype == torch.float32:
+                return x.view_as(x)
+            return x.float()
 
-        # The graph keeps nothing of it: a leaf would stay there as long as the graph.
+        # Not a leaf: the graph would keep a leaf alive.
         new: Tensor = Turned.apply(self._anchor, in_float32, lambda gradient: None)
         self._used[new.untyped_storage().data_ptr()] = (weakref.ref(new), bring)
         return new
 
     def _in_pieces(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer, some rows of its weight at a time in float32, all in one place.
+        """Compute a linear layer in float32 with a few rows of its weight at a time, in one reused
+        buffer.
 
-        A weight in float32 of its own would be new memory in each use, which takes longer than the product.
+        A float32 copy of the whole weight would be allocated at each use, which takes longer than
+        the product.
         """
         bring = self._brings[id(weight)]
-        if bring.device not in self._places:
-            self._places[bring.device] = torch.empty(_AT_ONCE, dtype=torch.float32, device=bring.device)
-        place = self._places[bring.device]
+        device = bring.device
+        if device not in self._buffers:
+            self._buffers[device] = torch.empty(_AT_ONCE, dtype=torch.float32, device=device)
+        buffer = self._buffers[device]
 
-        def there(x: Tensor) -> Tensor:
-            return torch.cat([functional.linear(x, piece) for _, piece in _pieces(bring(), place)], -1)
+        def forward(x: Tensor) -> Tensor:
+            columns = [functional.linear(x, piece) for _, piece in _pieces(bring(), buffer)]
+            return torch.cat(columns, -1)
 
-        def back(gradient: Tensor) -> Tensor:
-            products = [gradient[..., rows] @ piece for rows, piece in _pieces(bring(), place)]
+        def backward(gradient: Tensor) -> Tensor:
+            products = [gradient[..., rows] @ piece for rows, piece in _pieces(bring(), buffer)]
             return sum(products[1:], products[0])
 
-        made: Tensor = Turned.apply(input, there, back)
-        return made if bias is None else made + self._brought(bias)
+        result: Tensor = Turned.apply(input, forward, backward)
+        if bias is None:
+            return result
+        return result + self._brought(bias)
 
     def packed(self, x: Tensor) -> object:
-        """What a graph keeps of a tensor: of a parameter, how it is brought again."""
-        made, bring = self._used.get(x.untyped_storage().data_ptr(), (None, None))
-        if made is None or bring is None or made() is None:
+        """Return what the graph saves for a tensor: for a parameter, how to load it again."""
+        alive, bring = self._used.get(x.untyped_storage().data_ptr(), (None, None))
+        if alive is None or bring is None or alive() is None:
             return x, x._version
         return bring, x.size(), x.stride(), x.storage_offset()
 
     @staticmethod
     def unpacked(kept: Any) -> Tensor:
-        """The other way."""
+        """Return the tensor that `packed` saved."""
         if len(kept) == 2:
             x, version = kept
             if x._version != version:
-                raise RuntimeError("a tensor that a gradient is made from was modified by an inplace operation")
+                raise RuntimeError(
+                    "a tensor that a gradient is made from was modified by an inplace operation"
+                )
             return x  # type: ignore[no-any-return]
         bring, size, stride, offset = kept
         return bring().float().as_strided(size, stride, offset)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def lending(brings: Mapping[int, Lender]) -> Iterator[None]:
-    """Inside a ``with`` statement, parameters are what is brought for them.
+def lending(brings: Mapping[int, _Lender]) -> Iterator[None]:
+    """Load parameters on use inside a ``with`` statement.
 
     Args:
-        brings: for each parameter, by its `id`; none: nothing is done.
+        brings: the lender of each parameter, by its `id`; if empty, nothing is done.
     """
     if not brings:
         yield
         return
-    lent = Lent(brings)
+    lent = _Lent(brings)
     with lent, saved_tensors_hooks(lent.packed, lent.unpacked):
         yield
 
 
-#: The dictionaries in which a module keeps what was attached to it: its probe copy has none of it.
+#: The dictionaries of a module's hooks: they are empty in its probe copy.
 _ATTACHED = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
-#: Parameters in float32 that a probe copy may take of its own, in bytes; of a model with more, each is brought for use.
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+#: Says that transformers has attached the hooks by which it returns hidden states; it attaches them
+#: to a copy anew.
+_CAPTURES = "_output_capturing_hooks_installed"
+#: Largest size of a probe copy's own float32 parameters, in bytes. In larger models, each parameter
+#: is loaded on use.
 ROOM = 2**31
+#: Standard deviation of the noise on constant parameters.
+_NOISE = 0.2
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def trivial_parameters(model: nn.Module) -> list[str]:
-    """The parameters whose elements are all the same (biases of zero, norms of one): they prove nothing.
+    """Return the names of parameters whose elements are all equal (zero biases, norm weights of
+    one): they prove nothing.
 
-    Buffers that are biases count, such as what BART adds to its logits.
+    Buffers that are biases are included, such as the bias of BART's logits.
     """
-    held = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name.endswith("bias"))]
-    return [name for name, p in held if not p.is_meta and _is_trivial(p)]
+    held: list[tuple[str, Tensor]] = list(model.named_parameters())
+    held += [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
+    return [name for name, x in held if not x.is_meta and _is_trivial(x)]
 
 
 def _is_trivial(p: Tensor) -> bool:
-    """Whether all elements are the first: of most parameters the second is not. A scalar may be 1 or 0 by chance."""
+    """Tell whether all elements are equal. Compare the first two first, because they differ in most
+    parameters. A scalar counts, because it may be 1 or 0 by chance.
+    """
     plain = type(p) in (nn.Parameter, Tensor) or isinstance(p, DTensor)
-    if not plain or not p.is_floating_point() or p.numel() == 0:
+    if not plain:
         return False
-    p = whole(p).flatten()
-    return all(bool((x == x[0]).all()) for x in (p[:2], p))
+    if not p.is_floating_point():
+        return False
+    if p.numel() == 0:
+        return False
+    numbers = whole(p).flatten()
+    return all(bool((x == x[0]).all()) for x in (numbers[:2], numbers))
 
 
 def why_no_probe_copy(model: nn.Module) -> str:
-    """Why a model can have no probe copy; "" where it can."""
+    """Return the reason why a model cannot have a probe copy; "" if it can."""
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             return f"{name} is a {type(parameter).__name__}"
@@ -238,74 +313,93 @@ def why_no_probe_copy(model: nn.Module) -> str:
 
 
 def is_moved(model: nn.Module) -> bool:
-    """Whether accelerate brings parameters for a run: they are offloaded, or on several devices."""
+    """Tell whether accelerate loads parameters for a run: they are offloaded, or on several
+    devices.
+    """
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 @contextmanager
-def probe_copy(model: nn.Module, *, noise: float = 0.2) -> Iterator[nn.Module]:
-    """A model of other modules that shares the parameters: nothing done to it is done to the model.
+def probe_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy of the model with new modules and shared parameters: changes to the copy's
+    modules do not affect the model.
 
-    Parameters whose elements are all the same get noise, those in half precision are in float32, and those that were
-    made in inference mode are copied; these are its own. Where they would take too much room, and where accelerate
-    moves parameters, each is brought in float32 when it is used (see `lent`): the copy runs inside the ``with``
-    statement alone.
-    Hooks of any kind, the user's and the bridge's, stay with the model.
+    The copy has its own version of some parameters: constant ones get noise, half-precision ones
+    are converted to float32, and ones created in inference mode are copied. If these would take too
+    much memory, or accelerate moves parameters, each is loaded in float32 when it is used (see
+    `lending`): the copy then works only inside the ``with`` statement. Hooks, the user's and the
+    bridge's, stay with the model.
 
     Args:
         model: the model; see `why_no_probe_copy`.
-        noise: the standard deviation of what is added.
     """
     moved = is_moved(model)
     half = sum(p.numel() for p in model.parameters() if p.dtype in _HALF)
+    lends_half = 4 * half > ROOM
     device = input_device(model)
     generator = torch.Generator().manual_seed(0)
-    lenders: dict[int, Lender] = {}
+    lenders: dict[int, _Lender] = {}
     tensors: dict[int, Tensor] = {}
     for module, name, held in _held(model):
         if id(held) in tensors:
             continue
-        lender = Lender(partial(materialized, module, name), device if moved else held.device)
+        lender = _Lender(partial(materialized, module, name), device if moved else held.device)
         is_parameter = isinstance(held, nn.Parameter)
         new = lender() if moved or held.is_inference() else held.detach()
-        trivial = (is_parameter or name.endswith("bias")) and _is_trivial(new)
-        if trivial:
-            new = new + (torch.randn(new.shape, generator=generator) * noise).to(new)
-        elif is_parameter and (moved or (held.dtype in _HALF and 4 * half > ROOM)):
-            tensors[id(held)], lenders[id(held)] = held, lender
+        if (is_parameter or name.endswith("bias")) and _is_trivial(new):
+            noise = torch.randn(new.shape, generator=generator, device="cpu") * _NOISE
+            new = new + noise.to(new)
+        elif is_parameter and (moved or (lends_half and held.dtype in _HALF)):
+            tensors[id(held)] = held
+            lenders[id(held)] = lender
             continue
         elif not is_parameter:
             new = new.clone()
-        if new.dtype in _HALF:
-            new = new.float()
-        own = is_parameter and new.data_ptr() != held.data_ptr()
-        tensors[id(held)] = (
-            nn.Parameter(new, requires_grad=held.requires_grad) if own else held if is_parameter else new
-        )
-    copies: dict[int, nn.Module] = {id(module): object.__new__(type(module)) for module in model.modules()}
+        tensors[id(held)] = _owned(new, held)
+    copies = {id(module): object.__new__(type(module)) for module in model.modules()}
     for module in model.modules():
         copies[id(module)].__dict__ = _state(module, copies, tensors)
     with lending(lenders):
         yield copies[id(model)]
 
 
+def _owned(new: Tensor, held: Tensor) -> Tensor:
+    """Return the copy's tensor for one of the model's; an unchanged parameter is shared."""
+    if new.dtype in _HALF:
+        new = new.float()
+    if not isinstance(held, nn.Parameter):
+        return new
+    if new.data_ptr() == held.data_ptr():
+        return held
+    return nn.Parameter(new, requires_grad=held.requires_grad)
+
+
 def _held(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """All parameters and buffers, with the modules that have them."""
+    """Yield all parameters and buffers, with the modules that own them."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            yield from ((module, name, x) for name, x in held.items() if x is not None)
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    yield module, name, x
 
 
-def _state(module: nn.Module, copies: Mapping[int, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
-    """What a module keeps, with copies for modules and the other tensors for its own."""
+def _state(
+    module: nn.Module, copies: Mapping[int, nn.Module], tensors: Mapping[int, Tensor]
+) -> dict[str, Any]:
+    """Return a module's state, with its modules replaced by their copies and its tensors by the new
+    ones.
+    """
     state: dict[str, Any] = {}
+    left_out = {"_hf_hook", "_old_forward", _CAPTURES}
+    if "_hf_hook" in module.__dict__:
+        left_out.add("forward")
     for name, value in module.__dict__.items():
+        if name in left_out:
+            continue
+        if name == "forward" and type(value).__module__.split(".")[0] == "bridge":
+            continue  # set by a tap
         if name in _ATTACHED:
             state[name] = type(value)()
-        elif name in ("_hf_hook", "_old_forward") or (name == "forward" and "_hf_hook" in module.__dict__):
-            continue  # accelerate's
-        elif name == "forward" and type(value).__module__.split(".")[0] == "bridge":
-            continue  # a tap
         elif name in ("_parameters", "_buffers"):
             state[name] = {key: tensors.get(id(held), held) for key, held in value.items()}
         else:
@@ -314,7 +408,7 @@ def _state(module: nn.Module, copies: Mapping[int, nn.Module], tensors: Mapping[
 
 
 def _other(value: Any, copies: Mapping[int, nn.Module]) -> Any:
-    """A value with copies for the modules in it."""
+    """Return a value with the modules in it replaced by their copies."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if type(value) is dict:
@@ -329,7 +423,8 @@ def _other(value: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 @contextmanager
 def model_or_probe_copy(model: nn.Module) -> Iterator[nn.Module]:
-    """What is run: the model; or its probe copy, where its parameters prove nothing, or little, or have no gradients.
+    """Yield the model, or its probe copy if parameters are constant, in half precision, offloaded,
+    or without gradients.
 
     Args:
         model: a Hugging Face model.

@@ -1,4 +1,6 @@
-"""What proves a declaration on a model, without knowing its family: by gradients, by recomputing, by effects."""
+"""Proofs of a declaration on a model, without knowing its family: by gradients, recomputation and
+edits.
+"""
 
 from typing import TYPE_CHECKING
 

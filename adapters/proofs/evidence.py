@@ -1,4 +1,6 @@
-"""What proofs look at: runs of the model with what entered and left its modules, and what the hook points showed."""
+"""Evidence that proofs read: runs of the model with the inputs and outputs of its modules, and the
+activations at its hook points.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,18 @@ from adapters.architecture import Architecture, NamedStep, Stack, Step
 from adapters.attention import Attention
 from adapters.config import ModelConfig, config_of
 from adapters.inputs import Arguments, Given, accepted_by, arguments_of, split, with_required_inputs
-from adapters.observe.observe import WRONG, CallRecorder, Calls, Function, ModuleCall, Watch, one_line
+from adapters.linear import OpaqueLayerError
+from adapters.observe.observe import (
+    WRONG,
+    CallRecorder,
+    Calls,
+    Function,
+    ModuleCall,
+    Watch,
+    one_line,
+)
 from adapters.observe.probe_copy import is_moved
+from adapters.observe.recognised import show_check
 from adapters.points import (
     Point,
     base_path,
@@ -34,33 +46,37 @@ from adapters.points import (
 from adapters.spread import Layout
 from adapters.views import Args, Call, Kwargs, View
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a verification found: a check for each claim, with what was seen where it failed.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The result of a verification: a check for each claim, with the observed values where it failed.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Check:
-    """One claim: its name, whether it holds, and what was found.
+    """Result for a claim: its name, whether it holds, and the details.
 
     Attributes:
-        wrong: where it does not hold, and what was seen there: hook points, or what their names begin with, weights,
-            modules, fields of ``cfg``.
+        wrong: pairs of a place where the claim fails and the observed value. A place is a hook
+            point, a prefix of hook point names, a weight, a module or a field of ``cfg``.
+        refused: pairs of a place that the bridge refuses to show, and why: a quantised layer has no
+            plain weight. There the claim is not checked.
     """
 
     name: str
     passed: bool
     detail: str = ""
     wrong: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """What `verify` found: for each claim of a declaration whether it holds.
+    """Result of `verify`: for each claim of a declaration, whether it holds. It is true if it
+    `passed`.
 
     Attributes:
         model: the model's name.
-        checks: in the order they were made.
+        checks: the checks, in the order in which they were made.
     """
 
     model: str
@@ -68,177 +84,263 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every claim holds."""
+        """Tell whether every claim holds."""
         return all(check.passed for check in self.checks)
 
     @property
+    def refused(self) -> dict[str, str]:
+        """Return the hook points and weights that the bridge refuses to show, and why."""
+        return {place: why for check in self.checks for place, why in check.refused}
+
+    @property
     def failed(self) -> list[Check]:
-        """The claims that do not hold."""
+        """Return the claims that do not hold."""
         return [check for check in self.checks if not check.passed]
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        first = f", the first: {self.failed[0].name}" if self.failed else ""
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        held = len(self.checks) - len(self.failed)
+        return f"Report({self.model}: {held} of {len(self.checks)} checks hold{refused}{first})"
 
     def __str__(self) -> str:
         width = max(len(check.name) for check in self.checks)
-        lines = [f"{self.model}: {'verified' if self.passed else 'NOT verified'}"]
-        lines += [f"  {'ok  ' if c.passed else 'FAIL'}  {c.name:<{width}}  {c.detail}".rstrip() for c in self.checks]
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        lines = [f"{self.model}: {'verified' if self.passed else 'NOT verified'}{refused}"]
+        for check in self.checks:
+            result = "FAIL" if not check.passed else "part" if check.refused else "ok  "
+            detail = "; ".join(filter(None, (check.detail, listed("refused: ", check.refused))))
+            lines.append(f"  {result}  {check.name:<{width}}  {detail}".rstrip())
         return "\n".join(lines)
 
 
+def listed(before: str, places: Sequence[tuple[str, str]]) -> str:
+    """Return the first three places with the values observed there, and the number of the others;
+    "" if there are none.
+    """
+    shown = [f"{place}: {why}" if why else place for place, why in places[:3]]
+    more = f" (and at {len(places) - 3} more places)" if len(places) > 3 else ""
+    return f"{before}{'; '.join(shown)}{more}" if shown else ""
+
+
 @dataclass
-class _Claim:
+class _Observations:
+    """Observations of one claim at all of its places."""
+
     compared: int = 0
     worst: tuple[float, str] = (0.0, "")
     wrong: list[tuple[str, str]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     inconclusive: list[str] = field(default_factory=list)
 
+    @property
+    def detail(self) -> str:
+        """Return a summary for the report."""
+        if self.wrong:
+            summary = listed("", self.wrong)
+        elif not self.compared:
+            summary = "" if self.refused else "does not apply"
+        else:
+            difference, place = self.worst
+            summary = f"{self.compared} compared"
+            if place:
+                summary += f", worst {difference:.1e} at {place}"
+        reasons = [f"inconclusive: {reason}" for reason in self.inconclusive]
+        return "; ".join(filter(None, (summary, *reasons)))
 
-#: A row's numbers count as no smaller than this, relative to those of all: they may be what is left of larger ones.
+
+#: Lower bound for the magnitude of a row, relative to the largest number of all rows: small numbers
+#: may be the remainder of a cancellation.
 _SMALL = 1e-3
 
 
 class Findings:
-    """Collects what is seen of each claim, at each of its places.
+    """Collector of observations for each claim, at each of its places.
 
     Args:
-        tolerance: what two results of the same sum may differ by, relative to the largest number in it.
-        angles: what the angles of a rotation may differ by: a model in half precision may have rounded its speeds.
-        not_offered: what nothing is claimed of: hook points, or what their names begin with, and more (see `Check`).
+        tolerance: the maximum difference between two results of the same sum, relative to its
+            largest number.
+        angles: the maximum difference between rotation angles. A model in half precision may have
+            rounded its frequencies.
+        not_offered: names about which nothing is claimed: hook points, prefixes of hook point
+            names, and the other names of `Check`.
     """
 
-    def __init__(self, tolerance: float, angles: float = 1e-4, not_offered: Collection[str] = ()) -> None:
-        self.tolerance, self.angles, self._not_offered = tolerance, angles, not_offered
-        self._claims: defaultdict[str, _Claim] = defaultdict(_Claim)
+    def __init__(
+        self, tolerance: float, angles: float = 1e-4, not_offered: Collection[str] = ()
+    ) -> None:
+        self.tolerance = tolerance
+        self.angles = angles
+        self._not_offered = not_offered
+        self._claims: defaultdict[str, _Observations] = defaultdict(_Observations)
 
-    def claim(self, name: str) -> None:
-        """Says that a claim is looked at, so that it is in the report where it has no place in the model."""
-        self._claims.setdefault(name, _Claim())
+    def claim(self, *names: str) -> None:
+        """Register claims so that they appear in the report even if they do not apply to the
+        model.
+        """
+        for name in names:
+            self._claims.setdefault(name, _Observations())
 
-    def holds(self, claim: str, place: str, ok: bool, seen: str = "") -> bool:
-        """Whether a claim holds at a place.
+    def holds(self, claim: str, place: str, ok: bool, detail: str = "") -> bool:
+        """Record whether a claim holds at a place, and return it.
 
         Args:
             claim: its name.
             place: where in the model.
-            ok: whether it does.
-            seen: what was seen instead.
+            ok: whether the claim holds there.
+            detail: the observed value, if it does not.
         """
-        entry = self._claims[claim]
-        entry.compared += 1
-        if not ok and (claim in self._not_offered or self.is_left_out(named_at(claim, place))):
-            self.inconclusive(claim, f"{named_at(claim, place)} is not offered")
-        elif not ok:
-            entry.wrong.append((place, seen))
-        return ok
+        observations = self._claims[claim]
+        observations.compared += 1
+        if ok:
+            return True
+        name = named_at(claim, place)
+        if claim in self._not_offered or self.is_left_out(name):
+            self.inconclusive(claim, f"{name} is not offered")
+        else:
+            observations.wrong.append((place, detail))
+        return False
 
     def is_left_out(self, name: str) -> bool:
-        """Whether something is not offered, or what its name begins with is not."""
-        return any(is_inside(name, each) for each in self._not_offered)
+        """Tell whether a name, or a prefix of it, is excluded."""
+        return is_inside(name, *self._not_offered)
 
     def equal(
-        self, claim: str, place: str, seen: Tensor | None, expected: Tensor | None, size: float | None = None
+        self,
+        claim: str,
+        place: str,
+        observed: Tensor | None,
+        expected: Tensor | None,
+        size: float | None = None,
     ) -> bool:
-        """Whether two tensors agree.
+        """Record whether two tensors agree, and return it.
 
         Args:
             claim, place: as for `holds`.
-            seen: what the model computes.
-            expected: what it is by the declaration; anything that broadcasts is no excuse: the shapes must agree.
-            size: of the numbers that both are made from; None: of the larger.
+            observed: the tensor that the model computes.
+            expected: the tensor that the declaration implies. Shapes must match exactly;
+                broadcasting is not allowed.
+            size: the magnitude of the numbers from which both are computed; None: the magnitude of
+                the larger tensor.
         """
-        if seen is None or expected is None:
+        if observed is None or expected is None:
             return self.holds(claim, place, False, "it did not run")
-        if seen.shape != expected.shape:
-            return self.holds(claim, place, False, f"shape {list(seen.shape)} for {list(expected.shape)}")
-        if not seen.numel():
+        if observed.shape != expected.shape:
+            detail = f"shape {list(observed.shape)} for {list(expected.shape)}"
+            return self.holds(claim, place, False, detail)
+        if not observed.numel():
             return self.holds(claim, place, True)
-        wide = torch.float64 if torch.float64 in (seen.dtype, expected.dtype) else torch.float32
-        a, b = seen.detach().to(wide), expected.detach().to(wide)
-        worst, most = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
-        if not (math.isfinite(worst) and math.isfinite(most)):
-            both = torch.isfinite(a) & torch.isfinite(b)
-            if not bool((both | (a == b)).all()):
-                return self.holds(claim, place, False, "one is infinite where the other is not")
-            a, b = (torch.where(both, x, 0.0) for x in (a, b))
-            worst, most = float((a - b).abs().max()), max(float(a.abs().max()), float(b.abs().max()))
-        relative = worst / max(most if size is None else size, 1e-30)
-        if size is None and a.ndim > 1 and len(a) > 1:  # rows are of several sizes
-            rows = torch.maximum(a.abs(), b.abs()).flatten(1).amax(-1).clamp(min=max(_SMALL * most, 1e-30))
-            relative = float(((a - b).abs().flatten(1).amax(-1) / rows).max())
-        entry = self._claims[claim]
-        entry.worst = max(entry.worst, (relative, place))
-        return self.holds(claim, place, relative <= self.tolerance, f"differs by {relative:.1e}, relatively")
+        difference = _difference(observed, expected, size)
+        if difference is None:
+            return self.holds(claim, place, False, "one is infinite where the other is not")
+        observations = self._claims[claim]
+        observations.worst = max(observations.worst, (difference, place))
+        detail = f"differs by {difference:.1e}, relatively"
+        return self.holds(claim, place, difference <= self.tolerance, detail)
 
     def attempt(self, claim: str, prove: Callable[[], None]) -> None:
-        """Tries a proof; what it raises says that its claim does not hold.
+        """Run a proof; if it raises, record that its claim does not hold.
 
         Args:
-            claim: what the proof is of.
-            prove: adds what it finds.
+            claim: the claim that is proved.
+            prove: a function that records its observations.
         """
+        show_check(claim)
         try:
             prove()
+        except OpaqueLayerError as error:
+            self.refused(claim, claim, one_line(error))
         except WRONG as error:
             self.holds(claim, "a run", False, one_line(error))
 
+    def refused(self, claim: str, place: str, reason: str) -> None:
+        """Record that a claim cannot be checked at a place, which the bridge refuses to show."""
+        self._claims[claim].refused[place] = reason
+
     def inconclusive(self, claim: str, reason: str) -> None:
-        """Says that a claim could not be told from another one, and why."""
-        entry = self._claims[claim]
-        if reason not in entry.inconclusive:
-            entry.inconclusive.append(reason)
+        """Record that the evidence cannot decide a claim, and why."""
+        reasons = self._claims[claim].inconclusive
+        if reason not in reasons:
+            reasons.append(reason)
 
     def checks(self) -> Iterator[Check]:
-        """A check for each claim, in the order in which they were first looked at."""
-        for name, entry in self._claims.items():
-            if entry.wrong:
-                more = f" (and at {len(entry.wrong) - 3} more places)" if len(entry.wrong) > 3 else ""
-                detail = "; ".join(f"{place}: {seen}" if seen else place for place, seen in entry.wrong[:3]) + more
-            elif not entry.compared:
-                detail = "does not apply"
-            else:
-                where = f", worst {entry.worst[0]:.1e} at {entry.worst[1]}" if entry.worst[1] else ""
-                detail = f"{entry.compared} compared{where}"
-            if entry.inconclusive:
-                detail = "; ".join([detail, *(f"inconclusive: {reason}" for reason in entry.inconclusive)])
-            yield Check(name, not entry.wrong, detail, tuple(entry.wrong))
+        """Yield a check for each claim, in the order in which the claims were first registered."""
+        for name, observations in self._claims.items():
+            wrong, refused = tuple(observations.wrong), tuple(observations.refused.items())
+            yield Check(name, not wrong, observations.detail, wrong, refused)
+
+
+def _difference(x: Tensor, y: Tensor, size: float | None) -> float | None:
+    """Return the largest difference between two tensors, relative to a size or to each row's
+    largest number; None if only one of them is infinite somewhere.
+    """
+    wide = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
+    x = x.detach().to(wide)
+    y = y.detach().to(wide)
+    differences = (x - y).abs()
+    if not math.isfinite(differences.max()):
+        finite = torch.isfinite(x) & torch.isfinite(y)
+        if not bool((finite | (x == y)).all()):
+            return None
+        x = x.where(finite, 0.0)
+        y = y.where(finite, 0.0)
+        differences = (x - y).abs()
+    worst = float(differences.max())
+    if size is not None:
+        return worst / max(size, 1e-30)
+    sizes = torch.maximum(x.abs(), y.abs())
+    most = float(sizes.max())
+    if x.ndim < 2 or len(x) < 2:
+        return worst / max(most, 1e-30)
+    # Rows differ in magnitude.
+    rows = sizes.flatten(1).amax(-1).clamp(min=max(_SMALL * most, 1e-30))
+    return float((differences.flatten(1).amax(-1) / rows).max())
 
 
 def named_at(claim: str, place: str) -> str:
-    """What a place names that can be left out: a hook point, or what names begin with; else the claim itself.
+    """Return the name by which a place can be excluded: a hook point or a prefix of names;
+    otherwise the claim.
 
     Args:
         claim: its name.
         place: as for `Findings.holds`.
     """
-    found = re.split(r"[ (,]", place)[0].rstrip(".")
-    return found if "." in found or "hook_" in found else claim
+    name = re.split(r"[ (,]", place)[0].rstrip(".")
+    return name if "." in name or "hook_" in name else claim
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is proved: a bridge, as far as proofs need one.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The interface of a bridge that proofs need.
+# --------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class Hook(Protocol):
-    """A hook point of a bridge, as far as it is needed here."""
+    """Hook point of a bridge, reduced to the attributes that proofs need."""
 
     name: str
     point: Point
     view: View
 
 
-#: What is called with an activation and its hook point; a tensor that it returns takes the activation's place.
+#: Function of an activation and its hook point. A tensor that it returns replaces the activation.
 HookFunction = Callable[[Tensor, Hook], Tensor | None]
 #: One name or several, and the function.
 NamedHook = tuple[str | list[str], HookFunction]
 
 
-#: A cache, as far as it is needed here: activations by name.
+#: Cache, reduced to what proofs need: activations by name.
 Cache = Mapping[str, Tensor]
 
 
 @runtime_checkable
 class Bridge(Protocol):
-    """What is verified: a `bridge.TransformerBridge`, as far as it is needed here."""
+    """Bridge to verify: a `bridge.TransformerBridge`, reduced to the attributes that proofs
+    need.
+    """
 
     cfg: ModelConfig
     training: bool
@@ -257,10 +359,17 @@ class Bridge(Protocol):
     def hook_dict(self) -> Mapping[str, Hook]: ...
 
     def __call__(
-        self, input: Tensor, *, start_at_layer: int | None = None, stop_at_layer: int | None = None, **kwargs: Any
+        self,
+        input: Tensor,
+        *,
+        start_at_layer: int | None = None,
+        stop_at_layer: int | None = None,
+        **kwargs: Any,
     ) -> Tensor: ...
 
-    def run_with_hooks(self, input: Tensor, *, fwd_hooks: Sequence[NamedHook], **kwargs: Any) -> Tensor: ...
+    def run_with_hooks(
+        self, input: Tensor, *, fwd_hooks: Sequence[NamedHook], **kwargs: Any
+    ) -> Tensor: ...
 
     def run_with_cache(
         self, input: Tensor, *, names_filter: Sequence[str] | None, **kwargs: Any
@@ -271,38 +380,44 @@ class Bridge(Protocol):
     ) -> AbstractContextManager[object]: ...
 
     def rewrapped(self, model: nn.Module) -> Self:
-        """A bridge of the same declaration and facts around another model."""
+        """Return a bridge around another model, with the same declaration and facts."""
         ...
 
     def train(self, mode: bool = True) -> object: ...
 
 
 def add_numbered(calls: Calls, bridge: Bridge) -> Calls:
-    """The same, and what a declaration calls the n-th call of a module under that name (``layers.0@2.attention``).
+    """Add numbered calls to a recording: the n-th call of a module, under its name in the
+    declaration (``layers.0@2.attention``).
 
     Args:
-        calls: what was recorded.
-        bridge: the bridge, whose hook points say which calls are meant.
+        calls: the recorded calls.
+        bridge: the bridge; its hook points tell which calls the declaration refers to.
     """
-    sites = (site for hook in bridge.hook_dict.values() for site in (hook.point.site, *hook.point.sources))
-    numbered = {site.path[: match.end()] for site in sites for match in re.finditer(r"@\d+", site.path)}
-    for start in numbered:
-        outer, number = module_path(start), call_number(start)
+    numbered: set[str] = set()
+    for hook in bridge.hook_dict.values():
+        for site in (hook.point.site, *hook.point.sources):
+            ends = [match.end() for match in re.finditer(r"@\d+", site.path)]
+            numbered.update(site.path[:end] for end in ends)
+    for outer_call in numbered:
+        outer = module_path(outer_call)
+        number = call_number(outer_call) or 0
         for path in [path for path in calls if is_inside(path, outer)]:
-            if number is not None and number < len(calls[path]):
-                calls.setdefault(start + path[len(outer) :], [calls[path][number]])
+            if number < len(calls[path]):
+                inner = path.removeprefix(outer)
+                calls.setdefault(outer_call + inner, [calls[path][number]])
     return calls
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """One step of one block.
+    """Step of one block, with its place in the model.
 
     Attributes:
-        prefix: what its hook points begin with, such as ``blocks.0.``.
-        path: of the block.
-        layer: its index.
-        stack: the list that it is in.
+        prefix: the prefix of its hook points, such as ``blocks.0.``.
+        path: the path of the block.
+        layer: the index of the block.
+        stack: the list that contains the block.
         named: the step.
     """
 
@@ -314,50 +429,58 @@ class LayerStep:
 
     @property
     def step(self) -> Step:
-        """Its declaration."""
+        """Return the step's declaration."""
         return self.named.step
 
     @property
     def part(self) -> str:
-        """What the hook points of its part begin with."""
+        """Return the prefix of the hook points of its part."""
         return f"{self.prefix}{self.named.name}."
 
     @property
     def result(self) -> str:
-        """The hook point of what it adds to the stream."""
+        """Return the hook point of the step's output, as added to the residual stream."""
         return f"{self.prefix}hook_{self.named.name}_out"
 
     @property
     def added(self) -> str:
-        """The hook point of what its last layer makes, with what is declared behind it, before a norm that follows."""
+        """Return the hook point of its last layer's output, including declared factors, before any
+        norm that follows.
+        """
         return f"{self.part}hook_out" if self.named.step.post else self.result
 
     @property
     def module(self) -> str:
-        """The path of its part."""
+        """Return the path of its part."""
         return join(self.path, self.step.part.path)
 
-    def makes(self, letter: str) -> LayerStep:
-        """The step that makes an attention's queries (``q``), keys or values: this one, or one of another block."""
+    def projecting(self, letter: str) -> LayerStep:
+        """Return the step that computes an attention's queries (``q``), keys or values: this step,
+        or one of another block.
+        """
         part = self.step.part
         if letter == "q" or not isinstance(part, Attention) or part.keys_of is None:
             return self
-        path = self.path.removesuffix(self.stack.place_of(self.layer)) + self.stack.place_of(part.keys_of)
-        return replace(self, prefix=f"{self.stack.name}.{part.keys_of}.", path=path, layer=part.keys_of)
+        layer = part.keys_of
+        stack = self.stack
+        base = self.path.removesuffix(stack.place_of(self.layer))
+        path = base + stack.place_of(layer)
+        return replace(self, prefix=f"{stack.name}.{layer}.", path=path, layer=layer)
 
 
 @dataclass
 class Evidence:
-    """A bridge that is to be proved, and one run of it.
+    """Bridge to verify, and one run of it.
 
     Attributes:
         bridge: the bridge.
-        tokens: what was run; images or sound, where the first blocks read these.
-        more: what the model was given besides.
-        activations: by the names of the hook points.
-        calls: by the paths of the modules; what is given positions first is there with the batch first.
-        raw: the same as they were.
-        output: what the model returned, its first tensor.
+        tokens: the input; images or sound if the first blocks read these.
+        more: the model's other inputs.
+        activations: the activations, by hook point name.
+        calls: the module calls, by path. Tensors with positions first are transposed to have the
+            batch first.
+        raw: the module calls, not transposed.
+        output: the first tensor that the model returned.
     """
 
     bridge: Bridge
@@ -370,301 +493,478 @@ class Evidence:
 
     @property
     def arguments(self) -> Arguments:
-        """What was run, by the names of the model's own arguments."""
+        """Return the inputs of the run, by the names of the model's own arguments."""
         return arguments_of(self.bridge.core, self.tokens, self.more)
 
     @property
     def text(self) -> Tensor:
-        """The tokens: those of the decoder, where it runs on images or sound."""
+        """Return the tokens, or the decoder's tokens if the model runs on images or sound."""
         return self.more["decoder_input_ids"] if self.tokens.is_floating_point() else self.tokens
 
     @property
     def architecture(self) -> Architecture:
-        """The declaration."""
+        """Return the declaration."""
         return self.bridge.architecture
 
     def module(self, *parts: str) -> nn.Module:
-        """The module at a path."""
+        """Return the module at a path."""
         return module_at(self.bridge.original_model, join(*parts))
 
     @property
     def base(self) -> str:
-        """The path of the base model."""
+        """Return the path of the base model."""
         return base_path(self.bridge.original_model)
 
     def stacks(self) -> Iterator[Stack]:
-        """The lists of blocks that are there: a model may be the encoder alone."""
+        """Yield the lists of blocks that the model has; it may be an encoder alone."""
         for stack in self.bridge.architecture.stacks:
             if has_module(self.bridge.original_model, join(self.base, stack.path)):
                 yield stack
 
     def places(self) -> Iterator[LayerStep]:
-        """Every step of every block that is there."""
+        """Yield every step of every block that the model has."""
         return places_of(self.bridge)
 
     def attentions(self) -> Iterator[tuple[LayerStep, Attention]]:
-        """Every attention: of the steps, and inside of mixers."""
+        """Yield every attention, including attentions inside of mixers, with its step."""
         for place in self.places():
             for named, part in place.named.attentions:
                 yield replace(place, named=named), part
 
     def call(self, *parts: str) -> ModuleCall | None:
-        """The first call of a module, by its path; None where it did not run."""
+        """Return the first call of the module at a path; None if it did not run."""
         return next(iter(self.calls.get(join(*parts), ())), None)
 
-    def entered(self, *parts: str) -> Tensor | None:
-        """What a module is given in its first call; None where it did not run."""
+    def input_of(self, *parts: str) -> Tensor | None:
+        """Return the input of a module's first call; None if it did not run."""
         call = self.call(*parts)
         return call.input if call else None
 
-    def made(self, *parts: str) -> Tensor | None:
-        """What it returns there; None where it did not run."""
+    def output_of(self, *parts: str) -> Tensor | None:
+        """Return the output of a module's first call; None if it did not run."""
         call = self.call(*parts)
         return call.result if call else None
 
     def calls_in(self, path: str) -> Iterator[ModuleCall]:
-        """The first calls of the modules inside one."""
-        for each, found in self.calls.items():
-            if each.startswith(f"{path}.") and found:
-                yield found[0]
+        """Yield the first calls of the modules inside a module."""
+        for inner, calls in self.calls.items():
+            if inner.startswith(f"{path}.") and calls:
+                yield calls[0]
 
     def from_model(self, path: str) -> str:
-        """A path as it is declared, as one from the model."""
+        """Return a declared path as a path from the model."""
         return path_from(self.bridge.original_model, path)
 
-    def seen_by(self, hook: Hook) -> Call | None:
-        """The call of the module that a hook point stands on, as its view is given it; None where it did not run."""
+    @property
+    def unembed(self) -> str:
+        """Return the path of the output layer, from the model."""
+        return self.from_model("." + self.architecture.readout.path)
+
+    def call_at(self, hook: Hook) -> Call | None:
+        """Return the module call at a hook point's site, as passed to its view; None if the module
+        did not run.
+        """
         raw = next(iter(self.raw.get(hook.point.site.path, ())), None)
         if raw is None:
             return None
-        sources = tuple(
-            (found.module, found.input)
-            for found in map(self.call, (site.path for site in hook.point.sources))
-            if found is not None and found.input is not None
-        )
-        return Call(raw.module, raw.args, raw.kwargs, sources)
+        sources: list[tuple[nn.Module, Tensor]] = []
+        for site in hook.point.sources:
+            call = self.call(site.path)
+            if call is not None and call.input is not None:
+                sources.append((call.module, call.input))
+        return Call(raw.module, raw.args, raw.kwargs, tuple(sources))
 
     def get(self, name: str) -> Tensor | None:
-        """An activation; None where there is no such hook point."""
+        """Return an activation; None if there is no such hook point."""
         return self.activations.get(name)
 
 
+class Claim:
+    """A claim of the declaration, checked on a run.
+
+    Args:
+        evidence: the run.
+        findings: collects the results.
+        path: the module that the claim is about; None: the base model.
+        prefix: the prefix of its hook points.
+
+    Attributes:
+        name: the claim's name in a report.
+    """
+
+    name: str
+
+    def __init__(
+        self, evidence: Evidence, findings: Findings, path: str | None = None, prefix: str = ""
+    ) -> None:
+        self.evidence = evidence
+        self.findings = findings
+        self.bridge = evidence.bridge
+        self.cfg = self.bridge.cfg
+        self.architecture = self.bridge.architecture
+        self.path = evidence.base if path is None else path
+        self.prefix = prefix
+
+    def point(self, name: str) -> str:
+        """Return the full name of a hook point."""
+        return self.prefix + name
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the activation at a hook point; None if there is none."""
+        return self.evidence.get(self.prefix + name)
+
+    def call(self, *path: str) -> ModuleCall | None:
+        """Return the first call of a module; None if it did not run."""
+        return self.evidence.call(self.path, *path)
+
+    def input_of(self, *path: str) -> Tensor | None:
+        """Return the input of a module's first call; None if it did not run."""
+        return self.evidence.input_of(self.path, *path)
+
+    def output_of(self, *path: str) -> Tensor | None:
+        """Return the output of a module's first call; None if it did not run."""
+        return self.evidence.output_of(self.path, *path)
+
+    def holds(self, place: str, ok: bool, detail: str = "") -> bool:
+        """Record whether the claim holds at a place; see `Findings.holds`."""
+        return self.findings.holds(self.name, place, ok, detail)
+
+    def fails(self, place: str, detail: str) -> None:
+        """Record that the claim does not hold at a place."""
+        self.holds(place, False, detail)
+
+    def equal(
+        self,
+        place: str,
+        observed: Tensor | None,
+        expected: Tensor | None,
+        size: float | None = None,
+    ) -> bool:
+        """Record whether two tensors agree; see `Findings.equal`."""
+        return self.findings.equal(self.name, place, observed, expected, size)
+
+    def inconclusive(self, reason: str) -> None:
+        """Record that the evidence cannot decide the claim."""
+        self.findings.inconclusive(self.name, reason)
+
+
+class StepClaim(Claim):
+    """A claim about one step of a block, or an attention in it.
+
+    Args:
+        evidence, findings: as for `Claim`.
+        place: the step.
+    """
+
+    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep) -> None:
+        super().__init__(evidence, findings, place.path, place.part)
+        self.place = place
+        self.step = place.step
+
+
+class AttentionClaim(StepClaim):
+    """A claim about one attention."""
+
+    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep) -> None:
+        super().__init__(evidence, findings, place)
+        assert isinstance(self.step.part, Attention)
+        self.part = self.step.part
+        self.path = place.module
+        self.prefix += "hook_"
+        self.padded = "attention_mask" in evidence.more
+
+    def get(self, name: str) -> Tensor | None:
+        """Return the activation at a hook point; keys and values may belong to another block."""
+        if name not in ("k", "v"):
+            return super().get(name)
+        place = self.place.projecting(name)
+        return self.evidence.get(f"{place.part}hook_{name}")
+
+    @property
+    def is_local(self) -> bool:
+        """Tell whether the attention has a window."""
+        types = self.cfg.attn_types
+        return bool(types and self.cfg.use_local_attn and types[self.place.layer] == "local")
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value of a tensor."""
+    return float(x.abs().max())
+
+
 def like(x: Tensor | None, shape: Tensor | None) -> Tensor | None:
-    """A tensor of ``(batch pos)`` rows with the axes of another; any other as it is."""
+    """Reshape a tensor of ``(batch pos)`` rows to the axes of another tensor; return any other
+    tensor unchanged.
+    """
     if x is None or shape is None or x.shape == shape.shape or x.numel() != shape.numel():
         return x
     return x.reshape(shape.shape)
 
 
 def places_of(bridge: Bridge) -> Iterator[LayerStep]:
-    """Every step of every block that is there."""
+    """Yield every step of every block that the model has."""
     for stack in bridge.architecture.stacks:
         for index in blocks_of(bridge, stack):
+            prefix = f"{stack.name}.{index}."
             for named in stack.block_at(index).named:
                 path = join(base_path(bridge.original_model), stack.place_of(index))
-                yield LayerStep(f"{stack.name}.{index}.", path, index, stack, named)
+                yield LayerStep(prefix, path, index, stack, named)
 
 
 def blocks_of(bridge: Bridge, stack: Stack) -> list[int]:
-    """The blocks of a list that have hook points: some run with images alone."""
-    names = (re.fullmatch(rf"{stack.name}\.(\d+)\.hook_resid_pre", name) for name in bridge.hook_dict)
-    return [int(found[1]) for found in names if found]
+    """Return the indices of the blocks that have hook points; some blocks run only with images."""
+    pattern = re.compile(rf"{stack.name}\.(\d+)\.hook_resid_pre")
+    matches = map(pattern.fullmatch, bridge.hook_dict)
+    return [int(match[1]) for match in matches if match]
 
 
 def light_points(bridge: Bridge) -> list[str]:
-    """The hook points that may be kept all at once: no stream for each head, no state at each position."""
-    points = {name: hook.point for name, hook in bridge.hook_dict.items()}
-    return [name for name, each in points.items() if each.group != "heavy" and each.site.key != "state"]
+    """Return the hook points whose activations fit in memory together: no stream per head, no state
+    per position.
+    """
+    return [
+        name
+        for name, hook in bridge.hook_dict.items()
+        if hook.point.group != "heavy" and hook.point.site.key != "state"
+    ]
 
 
 def some_tokens(
-    bridge: Bridge, batch: int, pos: int, seed: int = 0, given: Given | None = None
+    bridge: Bridge, batch: int, pos: int, seed: int = 0, inputs: Given | None = None
 ) -> tuple[Tensor, Arguments]:
-    """Random tokens, and what the model needs besides them; or images or sound, and tokens for a decoder behind them.
+    """Return random tokens and the model's other required inputs; or images or sound, and tokens
+    for a decoder.
 
     Args:
         bridge: the bridge.
-        batch, pos: how many.
-        seed: which ones.
-        given: its other inputs, or others in place of them; None: made up.
+        batch, pos: the shape of the tokens.
+        seed: the seed of the random generator.
+        inputs: other inputs, which replace the generated ones; None: all are generated.
     """
+    cfg = bridge.cfg
     generator = torch.Generator().manual_seed(seed)
     table = getattr(token_embedding(bridge.core), "weight", None)
-    known = bridge.cfg.d_vocab > 0 and isinstance(table, Tensor)
-    most = min(bridge.cfg.d_vocab, table.shape[0]) if known and isinstance(table, Tensor) else bridge.cfg.d_vocab
-    tokens = torch.randint(0, max(most, 1), (batch, pos), generator=generator).to(bridge.cfg.device)
+    d_vocab = cfg.d_vocab
+    if d_vocab > 0 and isinstance(table, Tensor):
+        d_vocab = min(d_vocab, table.shape[0])
+    tokens = torch.randint(0, max(d_vocab, 1), (batch, pos), generator=generator, device="cpu").to(
+        cfg.device
+    )
     padding = getattr(config_of(bridge.core), "pad_token_id", None)
-    if isinstance(padding, int) and most > 1:  # whose embedding may be zero, which no query and no key is seen in
-        tokens = tokens.masked_fill(tokens == padding, (padding + 1) % most)
-    return with_what_it_needs(bridge, tokens, given)
+    # The embedding of padding may be zero; queries and keys would be, too.
+    if isinstance(padding, int) and d_vocab > 1:
+        tokens = tokens.masked_fill(tokens == padding, (padding + 1) % d_vocab)
+    return with_required(bridge, tokens, inputs)
 
 
-def with_what_it_needs(bridge: Bridge, tokens: Tensor, given: Given | None = None) -> tuple[Tensor, Arguments]:
-    """The input of a run, and its other inputs.
+def with_required(
+    bridge: Bridge, tokens: Tensor, inputs: Given | None = None
+) -> tuple[Tensor, Arguments]:
+    """Return the input of a run and the model's other required inputs.
 
     Args:
         bridge: the bridge.
         tokens: ``[batch, pos]``.
-        given: as for `some_tokens`.
+        inputs: as for `some_tokens`.
     """
-    two = config_of(bridge.core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
-    return split(bridge.core, with_required_inputs(bridge.core, tokens, two, given))
+    core = bridge.core
+    two = config_of(core).is_encoder_decoder and len(bridge.architecture.stacks) > 1
+    return split(core, with_required_inputs(core, tokens, two, inputs))
 
 
 def few_logits(bridge: Bridge, names: Sequence[str]) -> Kwargs:
-    """Asks for the last position's logits alone, where nobody looks at them and the model can be asked so.
+    """Return arguments that restrict the output to the last position's logits, if no listed hook
+    point reads the logits and the model supports it.
 
     Args:
         bridge: the bridge.
-        names: the hook points that are looked at.
+        names: the hook points that are read.
     """
-    looked_at = any(name.startswith("unembed") for name in names)
-    return {} if looked_at or "logits_to_keep" not in accepted_by(bridge.core) else {"logits_to_keep": 1}
+    reads_logits = any(name.startswith("unembed") for name in names)
+    if reads_logits or "logits_to_keep" not in accepted_by(bridge.core):
+        return {}
+    return {"logits_to_keep": 1}
 
 
-#: Of how many tokens logits are made where two runs are compared, at least; with fewer than four times as many, of all.
+#: Minimum number of vocabulary entries to compute logits for when two runs are compared.
+#: Vocabularies of less than four times this size are computed in full.
 _TOKENS = 1024
 
 
 def few_tokens(bridge: Bridge, step: int) -> AbstractContextManager[object]:
-    """A ``with`` statement in which runs return each how-many-th token's logits alone.
+    """Return a context manager in which runs compute only the logits of every `step`-th vocabulary
+    entry.
 
-    It is for what compares two runs: of a large vocabulary, nearly all of their time would be spent in the output
-    layer. Its product is made with some rows of its matrix.
+    Use it to compare two runs. With a large vocabulary, the output layer would take nearly all of
+    their time. Its product uses only some rows of its matrix.
 
     Args:
         bridge: the bridge, or one of a probe copy of its model.
-        step: what `step_of_tokens` said of the model; 1: all tokens.
+        step: the result of `step_of_tokens` for the model; 1: all entries.
     """
     layer = _output_layer(bridge) if step > 1 else None
+    if layer is None:
+        return nullcontext()
+    weight = layer.weight
 
-    def some_rows(func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if layer is None or func is not torch.nn.functional.linear or len(args) != 3 or args[1] is not layer.weight:
+    def multiply_some_rows(func: Function, args: Args, kwargs: Kwargs) -> Any:
+        is_linear = func is torch.nn.functional.linear and len(args) == 3
+        if not is_linear or args[1] is not weight:
             return func(*args, **kwargs)
-        bias = args[2]
-        return func(args[0], args[1][::step], None if bias is None else bias[::step])
+        x, _, bias = args
+        return func(x, weight[::step], None if bias is None else bias[::step])
 
-    return nullcontext() if layer is None else Watch.calling(some_rows)
+    return Watch.calling(multiply_some_rows)
 
 
 def _output_layer(bridge: Bridge) -> nn.Linear | None:
-    model, readout = bridge.original_model, bridge.architecture.readout
-    path = path_from(model, "." + readout.path)
-    layer = model.get_submodule(path) if readout.path and has_module(model, path) else None
+    model = bridge.original_model
+    name = bridge.architecture.readout.path
+    path = path_from(model, "." + name)
+    if not name or not has_module(model, path):
+        return None
+    layer = model.get_submodule(path)
     return layer if type(layer) is nn.Linear else None
 
 
 def step_of_tokens(bridge: Bridge, tokens: Tensor, more: Given) -> int:
-    """Each how-many-th token's logits are enough where two runs are compared; 1: all are needed, or there are few.
-
-    On a CPU alone: a model may look for tokens that are left out, which no other device survives.
+    """Return a step such that the logits of every `step`-th vocabulary entry suffice to compare two
+    runs; 1 if all are needed, or if the vocabulary is small. The result is above 1 only on a CPU: a
+    model may index missing entries, which causes an unrecoverable error on other devices.
 
     Args:
         bridge: the bridge.
-        tokens, more: what the model is tried on.
+        tokens, more: the inputs of the trial run.
     """
-    model, layer = bridge.original_model, _output_layer(bridge)
+    model = bridge.original_model
+    layer = _output_layer(bridge)
     plain = model is bridge.core and bridge.layout is None and not bridge.architecture.readout.bias
-    if layer is None or not plain or is_moved(model) or layer.out_features < 4 * _TOKENS:
+    if layer is None or not plain or is_moved(model):
         return 1
-    if layer.weight.device.type != "cpu":
+    if layer.out_features < 4 * _TOKENS or layer.weight.device.type != "cpu":
         return 1
     step = layer.out_features // _TOKENS
     try:
         with torch.no_grad():
-            right = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)[..., ::step]
+            logits = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)[..., ::step]
             with few_tokens(bridge, step):
-                found = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
-        # Others, where the model puts something in the place of the logits of some tokens, by their numbers.
-        same = torch.allclose(found, right, rtol=0.02, atol=0.02 * float(right.abs().median()))
-    except WRONG as error:  # the model looks at the logits of all tokens
+                few = bridge.run_with_hooks(tokens, fwd_hooks=[], **more)
+        # The results differ if the model overwrites the logits of some entries, by index.
+        size = float(logits.abs().median())
+        same = torch.allclose(few, logits, rtol=0.02, atol=0.02 * size)
+    except WRONG as error:  # the model reads the logits of all entries
         one_line(error)
         return 1
     return step if same else 1
 
 
-#: The activations that `randomized_run` replaces by random numbers, by the ends of their names, and their size.
+#: Activations that `randomized_run` replaces by random numbers: the ends of their names, and their
+#: standard deviation.
 RANDOMIZED = {
-    ".hook_q": 2.0, ".hook_k": 2.0, ".hook_v": 1.0, ".hook_pre": 1.5, ".hook_pre_linear": 1.5, ".hook_gate": 1.5,
+    ".hook_q": 2.0,
+    ".hook_k": 2.0,
+    ".hook_v": 1.0,
+    ".hook_pre": 1.5,
+    ".hook_pre_linear": 1.5,
+    ".hook_gate": 1.5,
     "unembed.hook_out": 20.0,
-}  # fmt: skip
+}
 
 
-#: What they are multiplied with, row by row: what is wrong of small or of large values alone is wrong there. Where
-#: queries are large keys are small: scores stay as they are.
+#: Factors by row, so that errors at small or at large values only are detected. Keys are small
+#: where queries are large: scores keep their magnitude.
 _SIZES_OF_ROWS = (6.0, 1 / 6, 1.0, 1.0)
 
 
 def randomized_run(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
-    """A run in which what enters every function is replaced by random numbers, wide enough to tell functions apart.
+    """Run the model with the inputs of all its functions replaced by random numbers, spread widely
+    enough to distinguish functions.
 
-    Queries, keys, values, what enters activation functions, and what the unembedding makes. A model's own may be so
-    small that every function of them is a straight line.
+    Replaces queries, keys, values, the inputs of activation functions and the output of the
+    unembedding. A model's own activations may be so small that every function is close to linear on
+    them.
 
     Args:
         bridge: the bridge.
-        tokens, more: what to run.
+        tokens, more: the inputs of the run.
     """
     evidence = Evidence(bridge, tokens, more)
     generator = torch.Generator().manual_seed(1)
-    sizes, cap = dict(RANDOMIZED), bridge.cfg.attn_scores_soft_cap
-    if cap > 0:  # scores as large as it is, which show what it does to them
-        sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
-    clips = [part.clip or 0.0 for _, part in evidence.attentions()]
-    for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
-        sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
+    sizes = _standard_deviations(evidence)
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         size = next((size for end, size in sizes.items() if hook.name.endswith(end)), None)
         if size is None:
             evidence.activations[hook.name] = recorder.copied(x)
             return None
-        new = torch.randn(x.shape, generator=generator) * size
+        noise = torch.randn(x.shape, generator=generator, device="cpu") * size
         if hook.point.axes.startswith("batch ") and len(x) == len(tokens):
-            factors = [_SIZES_OF_ROWS[row % len(_SIZES_OF_ROWS)] for row in range(len(x))]
-            factors = [1 / each for each in factors] if hook.name.endswith(".hook_k") else factors
-            new = new * torch.tensor(factors).view(-1, *(1 for _ in x.shape[1:]))
-        evidence.activations[hook.name] = new.to(x)
-        return new.to(x)
+            noise = noise * _row_factors(x, hook)
+        evidence.activations[hook.name] = noise.to(x)
+        return noise.to(x)
 
-    hooks: list[NamedHook] = [(light_points(bridge), look)]  # no claim is of a state
+    hooks: list[NamedHook] = [(light_points(bridge), look)]  # no claim is about a state
     recorder = CallRecorder(bridge.original_model.named_modules(), layout=bridge.layout)
     with torch.no_grad(), recorder as recording:
         output = bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-    evidence.raw = add_numbered(recording.by_path, bridge)
-    evidence.output = output if isinstance(output, Tensor) else None
-    evidence.calls = _batch_first(evidence) if bridge.architecture.stack.positions_first else evidence.raw
+    evidence.raw = evidence.calls = add_numbered(recording.by_path, bridge)
+    if isinstance(output, Tensor):
+        evidence.output = output
+    if bridge.architecture.stack.positions_first:
+        evidence.calls = _batch_first(evidence)
     return evidence
 
 
+def _standard_deviations(evidence: Evidence) -> dict[str, float]:
+    """Return the standard deviation of the random numbers for each ending of hook point names."""
+    sizes = dict(RANDOMIZED)
+    cap = evidence.bridge.cfg.attn_scores_soft_cap
+    if cap > 0:  # scores as large as the cap, so that it has an effect
+        sizes[".hook_q"] = sizes[".hook_k"] = 0.8 * max(cap, 6.25) ** 0.5
+    clips = [part.clip or 0.0 for _, part in evidence.attentions()]
+    for end in (".hook_q", ".hook_k", ".hook_v"):  # beyond every clamp, in the rows of large values
+        sizes[end] = max([sizes[end], *(clip / 4 for clip in clips)])
+    return sizes
+
+
+def _row_factors(x: Tensor, hook: Hook) -> Tensor:
+    """Return a factor for each row of a tensor."""
+    factors = [_SIZES_OF_ROWS[row % len(_SIZES_OF_ROWS)] for row in range(len(x))]
+    if hook.name.endswith(".hook_k"):
+        factors = [1 / factor for factor in factors]
+    return torch.tensor(factors, device="cpu").view(-1, *(1 for _ in x.shape[1:]))
+
+
 def _batch_first(evidence: Evidence) -> Calls:
-    """The calls with the batch before the positions."""
-    shapes = [tuple(x.shape[:2]) for x in (evidence.tokens, *evidence.more.values()) if x.ndim > 1]
+    """Return the calls with the batch before the positions."""
+    inputs = (evidence.tokens, *evidence.more.values())
+    shapes = [tuple(x.shape[:2]) for x in inputs if x.ndim > 1]
 
     def turned(x: Any) -> Any:
         if isinstance(x, Tensor) and tuple(x.shape[1::-1]) in shapes:
             return x.transpose(0, 1)
         return type(x)(turned(value) for value in x) if type(x) in (tuple, list) else x
 
-    def call(each: ModuleCall) -> ModuleCall:
-        kwargs = {name: turned(value) for name, value in each.kwargs.items()}
-        return replace(each, args=turned(each.args), kwargs=kwargs, output=turned(each.output))
+    def turned_call(call: ModuleCall) -> ModuleCall:
+        kwargs = {name: turned(value) for name, value in call.kwargs.items()}
+        return replace(call, args=turned(call.args), kwargs=kwargs, output=turned(call.output))
 
-    return {path: [call(each) for each in calls] for path, calls in evidence.raw.items()}
+    return {path: list(map(turned_call, calls)) for path, calls in evidence.raw.items()}
 
 
 def with_graph(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
-    """A run that keeps the graph of each block by itself, with the patterns cut out of it.
+    """Run the model and keep the graph of each block separately, with the patterns detached.
 
-    Scores and patterns are in its activations; what made them and was made of them, in its calls.
+    The activations contain scores and patterns; the calls contain their inputs and outputs.
 
     Args:
         bridge: the bridge.
-        tokens, more: what to run.
+        tokens, more: the inputs of the run.
     """
     evidence = Evidence(bridge, tokens, more)
-    scores = [name for name in bridge.hook_dict if name.endswith((".hook_attn_scores", ".hook_pattern"))]
-    blocks = {place.path for place in evidence.places()}
+    ends = (".hook_attn_scores", ".hook_pattern")
+    scores = [name for name in bridge.hook_dict if name.endswith(ends)]
+    blocks = {module_path(place.path) for place in evidence.places()}
 
     def look(x: Tensor, hook: Hook) -> Tensor | None:
         evidence.activations[hook.name] = x
@@ -674,13 +974,14 @@ def with_graph(bridge: Bridge, tokens: Tensor, more: Given) -> Evidence:
         return tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
 
     model = bridge.original_model
-    plain = {module_path(block) for block in blocks}
-    wanted = [each for each in model.named_modules() if any(each[0].startswith(f"{block}.") for block in plain)]
+    starts = tuple(f"{block}." for block in blocks)
+    inside = [(path, module) for path, module in model.named_modules() if path.startswith(starts)]
     hooks: list[NamedHook] = [(scores, look)] if scores else []
     with ExitStack() as cuts, torch.enable_grad():
-        for path in plain:
-            cuts.enter_context(model.get_submodule(path).register_forward_pre_hook(cut, with_kwargs=True))
-        recording = cuts.enter_context(CallRecorder(wanted, copies=False, layout=bridge.layout))
+        for path in blocks:
+            block = model.get_submodule(path)
+            cuts.enter_context(block.register_forward_pre_hook(cut, with_kwargs=True))
+        recording = cuts.enter_context(CallRecorder(inside, copies=False, layout=bridge.layout))
         bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more, **few_logits(bridge, scores))
     evidence.calls = add_numbered(recording.by_path, bridge)
     return evidence

@@ -1,345 +1,477 @@
-"""MLPs and mixtures: what enters the last layer is the gate's activation function times the other projection."""
+"""Proofs of MLPs, mixtures of experts and norms: the neurons are the gate's activation function
+times the other projection.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from adapters.architecture import Step
 from adapters.attention import Attention
 from adapters.config import config_of
 from adapters.feed_forward import MLP, MoE, activated, are_modules, router_matrix, sent_to
 from adapters.norms import Norm, NormKind, NormScale
-from adapters.observe.recognised import probed, recognise_module, results_by_token, same_rows, weights_in_sum
+from adapters.observe.recognised import (
+    probed,
+    recognise_module,
+    results_by_token,
+    same_rows,
+    weights_in_sum,
+)
 from adapters.points import join
-from adapters.proofs.evidence import Evidence, Findings, Hook, LayerStep, like
+from adapters.proofs.evidence import Claim, Evidence, Findings, Hook, LayerStep, StepClaim, like
 from adapters.views import Composed, View
 
 GATED = "act(pre) = post, with a gate act(pre) * pre_linear = post"
-CHOICE = "experts are chosen and weighted as declared, and their weighted results are what a mixture returns"
+CHOICE = (
+    "experts are chosen and weighted as declared, and their weighted results are what a mixture"
+    " returns"
+)
 
 
 def prove_feed_forward(evidence: Evidence, findings: Findings) -> None:
-    """Every MLP, and every expert, computes what is declared.
+    """Check that every MLP, and every expert, computes its declared function.
 
     Args:
         evidence: a run with randomized activations.
-        findings: what is found is added to it.
+        findings: collects the results.
     """
-    findings.claim(GATED)
-    findings.claim(CHOICE)
+    findings.claim(GATED, CHOICE)
     for place in evidence.places():
         part = place.step.part
+        path = place.module
+        prefix = place.part
         if isinstance(part, MLP):
-            _mlp(evidence, findings, place.part, part, place.module)
+            _Neurons(evidence, findings, path, prefix).prove_mlp(part)
         elif isinstance(part, MoE):
             if part.shared:
-                _mlp(
-                    evidence, findings, f"{place.part}shared_expert.", part.shared, join(place.module, part.shared.path)
-                )
-            _experts(evidence, findings, place)
-            _Mixture(evidence, findings, place, part, place.step).prove()
+                shared_path = join(path, part.shared.path)
+                shared_prefix = f"{prefix}shared_expert."
+                _Neurons(evidence, findings, shared_path, shared_prefix).prove_mlp(part.shared)
+            _Neurons(evidence, findings, path, prefix).prove_experts()
+            _Mixture(evidence, findings, place).prove()
 
 
-def _mlp(evidence: Evidence, findings: Findings, prefix: str, part: MLP, module: str) -> None:
-    pre, linear = evidence.get(f"{prefix}hook_pre"), evidence.get(f"{prefix}hook_pre_linear")
-    post = evidence.get(f"{prefix}{'hook_mid' if part.ln else 'hook_post'}")
-    if pre is None or post is None or (part.gate is None and part.given is None) != (linear is None):
-        findings.holds(GATED, f"{prefix}hook_post", False, "its layers did not all run")
-        return
-    if part.ln is not None:
-        normed = evidence.made(module, part.ln.path)
-        findings.equal(GATED, f"{prefix}hook_post", evidence.get(f"{prefix}hook_post"), normed)
-    own, act_fn = evidence.module(module), evidence.bridge.cfg.act_fn
-    _post(evidence, findings, f"{prefix}hook_post", part.neurons(pre, linear, own, act_fn, _config(evidence)), post)
+class _Neurons(Claim):
+    """The neurons of MLPs and experts are the activation function of their input."""
 
+    name = GATED
 
-def _post(evidence: Evidence, findings: Findings, at: str, expected: Tensor | None, post: Tensor) -> None:
-    if expected is None:
-        act_fn = evidence.bridge.cfg.act_fn
-        cure = "say config_values={'act_fn': ...}, or MLP.activation"
-        findings.holds(GATED, f"cfg.act_fn ({at})", False, f"act_fn={act_fn!r} is no function that is known: {cure}")
-    else:
-        findings.equal(GATED, at, post, expected)
+    def prove_mlp(self, part: MLP) -> None:
+        """Check the neurons of an MLP, and their norm."""
+        point = self.point("hook_post")
+        pre = self.get("hook_pre")
+        linear = self.get("hook_pre_linear")
+        post = self.get("hook_mid" if part.ln else "hook_post")
+        multiplied = part.gate is not None or part.given is not None
+        if pre is None or post is None or (linear is not None) != multiplied:
+            self.fails(point, "its layers did not all run")
+            return
+        if part.ln is not None:
+            self.equal(point, self.get("hook_post"), self.output_of(part.ln.path))
+        module = self.evidence.module(self.path)
+        config = config_of(self.bridge.core).get_text_config()
+        self._prove_post(point, part.neurons(pre, linear, module, self.cfg.act_fn, config), post)
 
-
-def _config(evidence: Evidence) -> PreTrainedConfig:
-    return config_of(evidence.bridge.core).get_text_config()
-
-
-def _experts(evidence: Evidence, findings: Findings, place: LayerStep) -> None:
-    used = 0
-    for e in range(evidence.bridge.cfg.num_experts or 0):
-        prefix = f"{place.part}experts.{e}."
-        gate, pre, post = (evidence.get(f"{prefix}hook_{name}") for name in ("gate", "pre", "post"))
-        if pre is not None and post is not None and len(post):
-            used += 1
+    def prove_experts(self) -> None:
+        """Check the neurons of every expert that received a token."""
+        config = config_of(self.bridge.core).get_text_config()
+        any_ran = False
+        for e in range(self.cfg.num_experts or 0):
+            prefix = f"experts.{e}.hook_"
+            gate = self.get(f"{prefix}gate")
+            pre = self.get(f"{prefix}pre")
+            post = self.get(f"{prefix}post")
+            if pre is None or post is None or not len(post):
+                continue
+            any_ran = True
             entered, linear = (pre, None) if gate is None else (gate, pre)
-            made = activated(evidence.bridge.cfg.act_fn, entered, linear, _config(evidence))
-            _post(evidence, findings, f"{prefix}hook_post", made, post)
-    findings.holds(GATED, f"{place.part}experts", used > 0, "no expert ran")
+            expected = activated(self.cfg.act_fn, entered, linear, config)
+            self._prove_post(self.point(f"{prefix}post"), expected, post)
+        self.holds(self.point("experts"), any_ran, "no expert ran")
+
+    def _prove_post(self, point: str, expected: Tensor | None, post: Tensor) -> None:
+        """Check neurons; without expected ones, the activation function is unknown."""
+        if expected is not None:
+            self.equal(point, post, expected)
+            return
+        cure = "say config_values={'act_fn': ...}, or MLP.activation"
+        self.fails(
+            f"cfg.act_fn ({point})",
+            f"act_fn={self.cfg.act_fn!r} is no function that is known: {cure}",
+        )
 
 
-@dataclass
-class _Mixture:
-    evidence: Evidence
-    findings: Findings
-    place: LayerStep
-    part: MoE
-    step: Step
+# --------------------------------------------------------------------------------------------------
+# Mixtures: the router's logits choose and weight the experts.
+# --------------------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> Tensor | None:
-        found = self.evidence.get(f"{self.place.part}hook_{name}")
-        return None if found is None else found.flatten(0, 1)
+
+class _Mixture(StepClaim):
+    """A mixture of experts returns the weighted sum of the chosen experts' outputs."""
+
+    name = CHOICE
+
+    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep) -> None:
+        super().__init__(evidence, findings, place)
+        assert isinstance(self.step.part, MoE)
+        self.part = self.step.part
+        self.path = place.module
+        self.count = self.cfg.num_experts or 0
+
+    def rows(self, name: str) -> Tensor | None:
+        """Return an activation with a row for each token."""
+        x = self.get(f"hook_{name}")
+        return None if x is None else x.flatten(0, 1)
 
     def prove(self) -> None:
-        at, names = self.place.part, ("router_logits", "expert_weights", "topk_weights", "expert_indices")
-        logits, weights, top, chosen = map(self.get, names)
-        router = self.evidence.call(self.place.module, self.part.router)
-        if self.part.in_batches and weights is not None and chosen is not None:
+        """Check the router, the choice and the sum."""
+        part = self.part
+        logits = self.rows("router_logits")
+        weights = self.rows("expert_weights")
+        top = self.rows("topk_weights")
+        chosen = self.rows("expert_indices")
+        if part.in_batches and weights is not None and chosen is not None:
             top = weights.gather(-1, chosen.long())
-        held = self.evidence.module(self.place.module, self.part.experts)
-        missing = [] if are_modules(held) else [weights, top, chosen]
-        if logits is None or router is None or router.input is None or any(x is None for x in missing):
-            self.findings.holds(CHOICE, at, False, "the router did not run")
+        router = self.call(part.router)
+        entered = router.input if router else None
+        if logits is None or router is None or entered is None:
+            self._fail_without_router()
             return
-        tokens, wide = router.input.flatten(0, -2), logits.double()
-        self._routes(router.module, tokens, logits)
-        if are_modules(held):
-            self._of_modules(held, tokens.double(), wide)
-            return
-        assert weights is not None and top is not None and chosen is not None
-        self._of_one_module(wide, weights, top, chosen)
-        if self.part.in_batches:
-            for e in range(weights.shape[-1]):
-                entered = self.evidence.get(f"{at}experts.{e}.hook_in")
-                self.findings.equal(CHOICE, f"{at}experts.{e}.hook_in", entered, tokens * weights[:, e, None])
-            everyone = torch.arange(weights.shape[-1], device=weights.device).expand_as(weights)
-            top, chosen = torch.ones_like(weights), everyone  # what an expert is given is weighted already
-        self._total(top, chosen)
-
-    def _routes(self, router: nn.Module, tokens: Tensor, logits: Tensor) -> None:
-        """The router's matrix makes the logits of the tokens."""
-        at, matrix = f"{self.place.part}hook_router_logits", router.get_submodule(router_matrix(router))
-        weight, bias = (getattr(matrix, name, None) for name in ("weight", "bias"))
-        if isinstance(weight, Tensor) and weight.ndim == 2:
-            self.findings.equal(CHOICE, at, logits, torch.nn.functional.linear(tokens, weight.detach(), bias))
+        tokens = entered.flatten(0, -2)
+        experts = self.evidence.module(self.path, part.experts)
+        if are_modules(experts):
+            self._prove_router(router.module, tokens, logits)
+            self._prove_modules(experts, tokens.double(), logits.double())
+        elif weights is None or top is None or chosen is None:
+            self._fail_without_router()
         else:
-            self.findings.inconclusive(CHOICE, f"{at}: the router has no matrix")
+            self._prove_router(router.module, tokens, logits)
+            self._prove_choice(logits.double(), weights, top, chosen)
+            if part.in_batches:
+                self._prove_inputs(tokens, weights)
+                # The inputs of experts are weighted already.
+                top = torch.ones_like(weights)
+                everyone = torch.arange(weights.shape[-1], device=weights.device)
+                chosen = everyone.expand_as(weights)
+            self._prove_sum(experts, top, chosen)
 
-    def _of_one_module(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
-        """The experts are those of the largest logits, and weighted as the mixture weights them."""
-        at, part, findings, n = self.place.part, self.part, self.findings, chosen.shape[-1]
-        sent, by = sent_to(chosen, logits.shape[-1]), part.chosen_by
-        same = part.may_correct or torch.equal(part.best(logits, n), sent)
-        findings.holds(CHOICE, f"{at}hook_expert_indices", same, "they are not those of the largest logits")
+    def _fail_without_router(self) -> None:
+        self.fails(self.prefix, "the router did not run")
+
+    def _prove_router(self, router: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+        """Check that the router's matrix maps the tokens to the router logits."""
+        point = self.point("hook_router_logits")
+        matrix = router.get_submodule(router_matrix(router))
+        weight = getattr(matrix, "weight", None)
+        bias = getattr(matrix, "bias", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            product = torch.nn.functional.linear(tokens, weight.detach(), bias)
+            self.equal(point, logits, product)
+        else:
+            self.inconclusive(f"{point}: the router has no matrix")
+
+    def _prove_inputs(self, tokens: Tensor, weights: Tensor) -> None:
+        """Check that every expert of a batch receives every token, times its weight."""
+        for e in range(weights.shape[-1]):
+            name = f"experts.{e}.hook_in"
+            self.equal(self.point(name), self.get(name), tokens * weights[:, e, None])
+
+    def _prove_choice(self, logits: Tensor, weights: Tensor, top: Tensor, chosen: Tensor) -> None:
+        """Check that the experts with the largest logits are chosen, and weighted as declared."""
+        part = self.part
+        place = self.prefix
+        by = self.part.chosen_by
+        count = chosen.shape[-1]
+        sent = sent_to(chosen, logits.shape[-1])
+        same = part.may_correct or torch.equal(part.best(logits, count), sent)
+        self.holds(
+            self.point("hook_expert_indices"), same, "they are not those of the largest logits"
+        )
         shares = part.shares(logits, sent)
         expected = logits.softmax(-1) if by.endswith("probabilities") else shares
-        if by == "scores" and not part.in_batches:  # they are told up to a number for each token
-            expected = expected / expected.sum(-1, keepdim=True) * weights.double().sum(-1, keepdim=True)
-            if n == 1:
-                findings.inconclusive(CHOICE, f"{at}: one expert is chosen, and its weight is in no ratio")
+        if by == "scores" and not part.in_batches:  # known up to a factor for each token
+            expected = _normalised(expected) * weights.double().sum(-1, keepdim=True)
+            if count == 1:
+                self.inconclusive(f"{place}: one expert is chosen, and its weight is in no ratio")
         if part.in_batches:
-            wrong = f"chosen_by={by!r}, and the weights are those of each logit alone"
-            findings.holds(CHOICE, at, by == "scores", wrong)
+            self.holds(
+                place,
+                by == "scores",
+                f"chosen_by={by!r}, and the weights are those of each logit alone",
+            )
         if by == "in turn" and bool((shares.gather(-1, chosen.long()) == 1).all()):
-            findings.inconclusive(CHOICE, f"{at}: no other expert came within the margin of a chosen one")
-        findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-        share, seen = weights.double().gather(-1, chosen.long()), top.double()
-        if by != "scores" and by != "in turn":  # whether those of the chosen sum to one is seen in the sum of results
-            share, seen = share / share.sum(-1, keepdim=True), seen / seen.sum(-1, keepdim=True)
-        findings.equal(CHOICE, f"{at}hook_topk_weights", seen, share, 1.0)
+            self.inconclusive(f"{place}: no other expert came within the margin of a chosen one")
+        self.equal(self.point("hook_expert_weights"), weights, expected.to(weights.dtype), 1.0)
+        share = weights.double().gather(-1, chosen.long())
+        observed = top.double()
+        if by not in ("scores", "in turn"):  # the sum of results shows whether weights sum to one
+            share = _normalised(share)
+            observed = _normalised(observed)
+        self.equal(self.point("hook_topk_weights"), observed, share, 1.0)
 
-    def _of_modules(self, experts: nn.Module, tokens: Tensor, logits: Tensor) -> None:
-        """Each expert is a module of a list: the rows that it is given say which tokens it was sent."""
-        at = self.place.part
-        given: list[list[tuple[Tensor, Tensor]]] = []
-        for e in range(self.evidence.bridge.cfg.num_experts or 0):
-            rows, post = (self.evidence.get(f"{at}experts.{e}.hook_{name}") for name in ("in", "post"))
-            given.append([])
-            if rows is not None and post is not None:
-                given[-1].append((rows, self.part.made_by(experts, e, post.double())))
-        results, sent = results_by_token(tokens, given)
-        added = self._added()
-        if added is None:
-            return
-        total = added.flatten(0, 1).double() - self._shared(results.sum(1))
-        used = weights_in_sum(total, results, [], added)
-        self.findings.holds(
-            CHOICE, f"{at}(sum)", used is not None, "it is no sum of what its experts make of each token"
-        )
-        if used is None:
-            return
-        weights, top, chosen = map(self.get, ("expert_weights", "topk_weights", "expert_indices"))
-        share = self.part.shares(logits, sent)
-        share = share / share.sum(-1, keepdim=True)
-        seen = used / used.sum(-1, keepdim=True)
-        self.findings.equal(CHOICE, f"{at}(weights)", seen.to(added.dtype), share.to(added.dtype), 1.0)
-        if self.part.chosen_by in ("probabilities", "logits"):
-            best = self.part.best(logits, int(sent.sum(-1).max()))
-            self.findings.holds(CHOICE, at, torch.equal(best, sent), "experts are not those of the largest logits")
-        if chosen is not None:
-            same = torch.equal(sent_to(chosen, sent.shape[-1]), sent)
-            self.findings.holds(CHOICE, f"{at}hook_expert_indices", same, "its tokens are sent to other experts")
-        if top is not None and chosen is not None:
-            expected = used.gather(-1, chosen.long()) / self.part.factor
-            self.findings.equal(CHOICE, f"{at}hook_topk_weights", top, expected.to(top.dtype))
-        else:
-            why = f"factor={self.part.factor}, and no weights are shown that it would multiply"
-            self.findings.holds(CHOICE, at, self.part.factor == 1, why)
-        if weights is not None:
-            of_all = self.part.chosen_by.endswith("probabilities")
-            expected = logits.softmax(-1) if of_all else used * sent / self.part.factor
-            self.findings.equal(CHOICE, f"{at}hook_expert_weights", weights, expected.to(weights.dtype), 1.0)
-
-    def _total(self, top: Tensor, chosen: Tensor) -> None:
-        """The weighted results of the experts, and of the one that all tokens are sent to."""
-        at, module = self.place.part, self.place.module
-        experts = self.evidence.module(module, self.part.experts)
-        added = self._added(returned=False)
+    def _prove_sum(self, experts: nn.Module, top: Tensor, chosen: Tensor) -> None:
+        """Check the sum of the weighted outputs of the experts and of the shared expert."""
+        added = self._output
         if added is None:
             return
         total = torch.zeros_like(added.flatten(0, 1), dtype=torch.float64)
-        for e in range(self.evidence.bridge.cfg.num_experts or 0):
-            post = self.evidence.get(f"{at}experts.{e}.hook_post")
-            if post is None:
-                continue
-            rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
-            total.index_add_(0, rows, self.part.made_by(experts, e, post.double()) * top[rows, rank].double()[:, None])
+        for e in range(self.count):
+            post = self.get(f"experts.{e}.hook_post")
+            if post is not None:
+                rank, rows = chosen.T.eq(e).nonzero(as_tuple=True)
+                results = self.part.made_by(experts, e, post.double())
+                total.index_add_(0, rows, results * top[rows, rank].double()[:, None])
         total = total * self.part.factor
         total = total + self._shared(total)
         if not self.step.changes_its_result:
             total = self.step.added(total, self.evidence.module(self.place.path))
-        self.findings.equal(CHOICE, f"{at}(sum)", added, like(total.to(added.dtype), added))
+        self.equal(self.point("(sum)"), added, like(total.to(added.dtype), added))
 
-    def _added(self, *, returned: bool = True) -> Tensor | None:
-        """What the mixture returns, or, where nothing stands between, what is added to the stream; None is said."""
-        # Behind it a norm may stand: what it returns is then seen before that, and has no factor yet.
+    @property
+    def _output(self) -> Tensor | None:
+        """Return the mixture's output, or its addition to the stream if the two are the same;
+        record it as missing if it is None.
+        """
+        # A norm may follow: the output is then observed before the norm, without the factor.
         own = self.step.changes_its_result
-        added = self.evidence.get(f"{self.place.part}hook_out" if own else self.place.result)
-        if added is None:
-            self.findings.inconclusive(CHOICE, f"{self.place.part}: what it returns is not seen")
-        if own or not returned or added is None or self.step.last_factor in (None, 1.0):
-            return added
-        block = self.evidence.module(self.place.path)
-        for link in reversed(self.step.output_transform):
-            added = link.undone(added, block)
-        return added
+        output = self.evidence.get(self.point("hook_out") if own else self.place.result)
+        if output is None:
+            self.inconclusive(f"{self.prefix}: what it returns is not seen")
+        return output
 
     def _shared(self, like: Tensor) -> Tensor:
-        """What the expert that all tokens are sent to adds, ``[token, d_model]``."""
+        """Return the shared expert's output, ``[token, d_model]``."""
+        nothing = torch.zeros_like(like)
         if not self.part.shared:
-            return torch.zeros_like(like)
-        result_of = self.evidence.get(f"{self.place.part}shared_expert.hook_out")
-        shared = result_of.flatten(0, 1).double() if result_of is not None else torch.zeros_like(like)
+            return nothing
+        output = self.get("shared_expert.hook_out")
+        shared = nothing if output is None else output.flatten(0, 1).double()
         if self.part.shared_gate:
-            gate = self.evidence.get(f"{self.place.part}shared_expert_gate.hook_out")
-            shared = torch.zeros_like(shared) if gate is None else self.part.shared_gate.of(shared, gate.flatten(0, 1))
+            gate = self.get("shared_expert_gate.hook_out")
+            if gate is None:
+                shared = nothing
+            else:
+                shared = self.part.shared_gate.of(shared, gate.flatten(0, 1))
         return shared * self.part.shared_factor
 
+    # ----------------------------------------------------------------------------------------------
+    # Experts that are modules of a list.
+    # ----------------------------------------------------------------------------------------------
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Norms are of the declared kind: recomputed from rows that tell kinds, offsets and epsilons apart.
-# ----------------------------------------------------------------------------------------------------------------------
+    def _prove_modules(self, experts: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+        """Check experts that are modules of a list: the rows of their inputs tell which tokens each
+        received.
+        """
+        part = self.part
+        results, sent = self._results(experts, tokens)
+        added = self._output_before_factors
+        if added is None:
+            return
+        total = added.flatten(0, 1).double() - self._shared(results.sum(1))
+        used = weights_in_sum(total, results, [], added)
+        self.holds(
+            self.point("(sum)"),
+            used is not None,
+            "it is not the sum of what its experts make of each token",
+        )
+        if used is None:
+            return
+        share = _normalised(part.shares(logits, sent)).to(added.dtype)
+        self.equal(self.point("(weights)"), _normalised(used).to(added.dtype), share, 1.0)
+        if part.chosen_by in ("probabilities", "logits"):
+            same = torch.equal(part.best(logits, int(sent.sum(-1).max())), sent)
+            self.holds(self.prefix, same, "experts are not those of the largest logits")
+        self._prove_chosen(used, sent)
+        weights = self.rows("expert_weights")
+        if weights is not None:
+            of_all = part.chosen_by.endswith("probabilities")
+            expected = logits.softmax(-1) if of_all else used * sent / part.factor
+            point = self.point("hook_expert_weights")
+            self.equal(point, weights, expected.to(weights.dtype), 1.0)
+
+    def _results(self, experts: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each expert's output for each token, and which tokens it received."""
+        calls: list[list[tuple[Tensor, Tensor]]] = []
+        for e in range(self.count):
+            rows = self.get(f"experts.{e}.hook_in")
+            post = self.get(f"experts.{e}.hook_post")
+            ran: list[tuple[Tensor, Tensor]] = []
+            if rows is not None and post is not None:
+                ran = [(rows, self.part.made_by(experts, e, post.double()))]
+            calls.append(ran)
+        return results_by_token(tokens, calls)
+
+    @property
+    def _output_before_factors(self) -> Tensor | None:
+        """Return the mixture's output, without the constant factors that follow."""
+        output = self._output
+        own = self.step.changes_its_result
+        if output is None or own or self.step.last_factor in (None, 1.0):
+            return output
+        block = self.evidence.module(self.place.path)
+        for link in reversed(self.step.output_transform):
+            output = link.undone(output, block)
+        return output
+
+    def _prove_chosen(self, used: Tensor, sent: Tensor) -> None:
+        """Check the indices and the weights of the chosen experts, if the router returns them.
+
+        Args:
+            used: the weights in the observed sum.
+            sent: the experts that received each token.
+        """
+        top = self.rows("topk_weights")
+        chosen = self.rows("expert_indices")
+        if chosen is not None:
+            same = torch.equal(sent_to(chosen, sent.shape[-1]), sent)
+            point = self.point("hook_expert_indices")
+            self.holds(point, same, "its tokens are sent to other experts")
+        if top is not None and chosen is not None:
+            expected = used.gather(-1, chosen.long()) / self.part.factor
+            self.equal(self.point("hook_topk_weights"), top, expected.to(top.dtype))
+        else:
+            factor = self.part.factor
+            self.holds(
+                self.prefix,
+                factor == 1,
+                f"factor={factor}, and no weights are shown that it would multiply",
+            )
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Return weights that sum to one."""
+    return x / x.sum(-1, keepdim=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Norms are of the declared kind: recomputed from rows that distinguish kinds, offsets and epsilons.
+# --------------------------------------------------------------------------------------------------
 
 
 CLAIM = "norms compute what is declared: kind, epsilon, what is added to the weight"
 
 
 def prove_norms(evidence: Evidence, findings: Findings) -> None:
-    """Every norm that has hook points, and every one that is said to compute nothing.
+    """Check every norm with hook points, and every norm that is declared to compute nothing.
 
     Args:
         evidence: a run.
-        findings: what is found is added to it.
+        findings: collects the results.
     """
     findings.claim(CLAIM)
     for name, hook in evidence.bridge.hook_dict.items():
         view = _scale(hook.view)
         if view is not None:
-            _norm(evidence, findings, name.removesuffix(".hook_scale"), hook, view)
-    for path, norm in _declared(evidence):
+            _Norm(evidence, findings, "", name.removesuffix(".hook_scale")).prove(hook, view)
+    for path, norm in _declared_norms(evidence):
         if norm.kind.identity:
-            what = f"{path}, which is to compute nothing"
-            findings.equal(CLAIM, what, evidence.made(path), evidence.entered(path))
+            place = f"{path}, which is to compute nothing"
+            findings.equal(CLAIM, place, evidence.output_of(path), evidence.input_of(path))
 
 
-def _declared(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
-    """Every declared norm that is there, with its path."""
+def _declared_norms(evidence: Evidence) -> Iterator[tuple[str, Norm]]:
+    """Yield every declared norm that the model has, with its path."""
     architecture = evidence.architecture
     if norm := architecture.embedding.norm:
         yield join(evidence.base, norm.path), norm
     for stack in evidence.stacks():
-        if stack.final_norm and not stack.final_norm.kind.function:
-            yield join(evidence.base, stack.final_norm.path), stack.final_norm
+        final = stack.final_norm
+        if final and not final.kind.function:
+            yield join(evidence.base, final.path), final
     for head in architecture.heads:
         if head.norm and evidence.call(evidence.from_model(head.path)):
             yield evidence.from_model(head.norm.path), head.norm
     for place in evidence.places():
-        step = place.step
-        block = place.stack.block_at(place.layer)
-        if block.norm and place.named is block.named[0]:
-            yield join(place.path, block.norm.path), block.norm
-        yield from ((join(place.path, n.path), n) for n in step.norms)
-        if isinstance(step.part, Attention):
-            latents = (each.latent for each in step.part.projections.values() if each.latent)
-            yield from ((join(place.module, n.path), n) for n in (*step.part.qk_norms, *latents))
-        elif isinstance(step.part, MLP) and step.part.ln:
-            yield join(place.module, step.part.ln.path), step.part.ln
+        yield from _norms_of_step(place)
+
+
+def _norms_of_step(place: LayerStep) -> Iterator[tuple[str, Norm]]:
+    """Yield the norms of a step, with their paths."""
+    step = place.step
+    part = place.step.part
+    block = place.stack.block_at(place.layer)
+    outer = list(step.norms)
+    if block.norm and place.named is block.named[0]:
+        outer.insert(0, block.norm)
+    inner: list[Norm] = []
+    if isinstance(part, Attention):
+        latents = [projection.latent for projection in part.projections.values()]
+        inner = [*part.qk_norms, *(latent for latent in latents if latent)]
+    elif isinstance(part, MLP) and part.ln:
+        inner = [part.ln]
+    for norm in outer:
+        yield join(place.path, norm.path), norm
+    for norm in inner:
+        yield join(place.module, norm.path), norm
 
 
 def _scale(view: View) -> NormScale | None:
-    """The view of a norm's scale, whatever it is seen through."""
+    """Return the view of a norm's scale, also if it is part of a composition."""
     if isinstance(view, Composed):
         return _scale(view.inner) or _scale(view.outer)
     return view if isinstance(view, NormScale) else None
 
 
-def _norm(evidence: Evidence, findings: Findings, name: str, hook: Hook, view: NormScale) -> None:
-    path, kind = hook.point.sources[0].path if view.shared else hook.point.site.path, view.kind
-    call = evidence.call(path)
-    if call is None or call.input is None:
-        findings.holds(CLAIM, name, False, f"{path} did not run")
-        return
-    if kind.of_each:
-        findings.equal(CLAIM, f"{name}.(each head's)", call.result, kind.of(call.input, call.module))
-    one = replace(kind, inside=None) if kind.of_each else kind
-    for module in kind.parts(call.module) if kind.of_each else (call.module,):
-        _computes(findings, name, path, one, module, call.input)
+class _Norm(Claim):
+    """A norm computes its declared function."""
+
+    name = CLAIM
+
+    def prove(self, hook: Hook, view: NormScale) -> None:
+        """Check the module of a norm's scale; for norms of each head, all of their modules."""
+        site = hook.point.sources[0] if view.shared else hook.point.site
+        kind = view.kind
+        call = self.call(site.path)
+        if call is None or call.input is None:
+            self.fails(self.prefix, f"{site.path} did not run")
+            return
+        modules: Iterable[nn.Module] = (call.module,)
+        if kind.of_each:
+            expected = kind.of(call.input, call.module)
+            self.equal(self.point(".(each head's)"), call.result, expected)
+            modules = kind.parts(call.module)
+            kind = replace(kind, inside=None)
+        for module in modules:
+            self._prove_module(site.path, kind, module, call.input)
+
+    def _prove_module(self, path: str, kind: NormKind, module: nn.Module, entered: Tensor) -> None:
+        """Check that a norm's module computes the declared function, on rows that distinguish kinds
+        and epsilons.
+        """
+        tolerance = self.findings.tolerance
+        rows = probed(module, entered.shape[-1], entered)
+        if rows is None:
+            self.fails(self.prefix, f"{path} computes no norm that is known")
+            return
+        x, observed = rows
+        expected = kind.of(x, module)
+        if not same_rows(expected, observed, tolerance):
+            self.fails(self.prefix, f"{path} computes {self._observed(kind, module, entered)}")
+            return
+        self.holds(self.prefix, True)
+        if same_rows(replace(kind, eps=0.0).of(x, module), expected, tolerance):
+            self.inconclusive("epsilons, where they are too small to be seen")
+
+    def _observed(self, declared: NormKind, module: nn.Module, entered: Tensor) -> str:
+        """Describe the function that a module computes and the declared one."""
+        inner = declared.normalizer(module)
+        width = entered.shape[-1]
+        kind = recognise_module(inner, width, entered, tolerance=self.findings.tolerance)
+        if kind is None:
+            return "no norm that is known"
+        observed = _description(kind)
+        expected = _description(declared)
+        if observed == expected:
+            observed = f"{observed} with the epsilon {kind.eps or 0:.3g}"
+            expected = f"{expected} with {declared.epsilon(module):.3g}"
+        return f"{observed}, and {expected} is declared"
 
 
-def _computes(findings: Findings, name: str, path: str, kind: NormKind, module: nn.Module, entered: Tensor) -> None:
-    """A norm's module makes of rows that tell kinds and epsilons apart what is declared."""
-    rows = probed(module, entered.shape[-1], entered)
-    if rows is None:
-        findings.holds(CLAIM, name, False, f"{path} computes no norm that is known")
-        return
-    x, seen = rows
-    made = kind.of(x, module)
-    if not same_rows(made, seen, findings.tolerance):
-        findings.holds(CLAIM, name, False, f"{path} computes {_seen(findings, kind, module, entered)}")
-        return
-    findings.holds(CLAIM, name, True)
-    if same_rows(replace(kind, eps=0.0).of(x, module), made, findings.tolerance):
-        findings.inconclusive(CLAIM, "epsilons, where they are too small to be seen")
-
-
-def _seen(findings: Findings, declared: NormKind, module: nn.Module, entered: Tensor) -> str:
-    """What a module computes instead of what is declared."""
-    own = declared.normalizer(module)
-    found = recognise_module(own, entered.shape[-1], entered, tolerance=findings.tolerance)
-    if found is None:
-        return "no norm that is known"
-    names = _kind(found), _kind(declared)
-    epsilons = f" with the epsilon {found.eps or 0:.3g}", f" with {declared.epsilon(module):.3g}"
-    what, instead = (f"{name}{eps}" for name, eps in zip(names, epsilons, strict=True)) if len({*names}) < 2 else names
-    return f"{what}, and {instead} is declared"
-
-
-def _kind(kind: NormKind) -> str:
+def _description(kind: NormKind) -> str:
+    """Describe a kind of norm, without its epsilon."""
     name = "nothing" if kind.identity else "a layer norm" if kind.centered else "an RMS norm"
     return f"{name} with {kind.offset:g} + weight" if kind.offset else name

@@ -1,19 +1,15 @@
-"""Scores, pattern and `z` recomputed: rotation, scale, cap, bias and mask are those that are declared."""
+"""Proofs of scores, pattern and `z` by recomputation with the declared rotation, scale, cap, bias
+and mask.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
-
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Bool, Float
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from adapters.attention import (
     AddedOutput,
-    Attention,
     Gate,
     SinkGate,
     capped,
@@ -22,668 +18,677 @@ from adapters.attention import (
     scores_of,
     with_sinks,
 )
-from adapters.config import config_of
-from adapters.imports import rotation_of
 from adapters.inputs import repeated, split
 from adapters.linear import materialized
 from adapters.norms import Norm
 from adapters.points import join
-from adapters.proofs.evidence import Evidence, Findings, LayerStep, NamedHook, like
+from adapters.proofs.evidence import (
+    AttentionClaim,
+    Claim,
+    Evidence,
+    Findings,
+    Hook,
+    NamedHook,
+    largest,
+    like,
+)
+from adapters.proofs.positions import SCORES, ByHead, RelativeBuckets, RotaryAngles
 from adapters.views import Affine, AlibiScores
 
-SCORES = "scores are queries times keys, with the declared norms, rotation, scale, cap and bias"
 PATTERN = "the pattern is the softmax of the scores, less what declared sinks take"
 VALUES = "pattern @ v = z"
 MASK = "attention goes where the declared direction and window allow it"
 
-#: A soft cap is told apart from one that is so many times as large.
+#: A soft cap is distinguishable from one that is larger by this factor.
 _NEXT = 1.005
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Relative positions: which dimensions turn together, by which angle (rotary embeddings); buckets of biases (T5).
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-#: Of queries, or of keys: they may differ in everything but the batch.
-ByHead = Float[Tensor, "_batch _pos _head _d_head"]
-
-
-def _stands_still(findings: Findings, where: str, x: ByHead, y: ByHead) -> bool:
-    """Whether queries, or keys, are not rotated: as they are, or multiplied with a number for each place."""
-    if torch.equal(x[:, 1:], y[:, 1:]):
-        return findings.holds(SCORES, where, True)
-    factor = (x * y).sum((0, 2, 3), keepdim=True) / (x * x).sum((0, 2, 3), keepdim=True)
-    worst = float((factor * x - y).abs().max())
-    if not (factor > 0).all() or worst > findings.tolerance * float(y.abs().max()):
-        return False
-    findings.inconclusive(SCORES, f"{where}: what it is multiplied with at each place")
-    return findings.holds(SCORES, where, True)
-
-
-def _slow(base: float | None, width: int) -> bool:
-    return base is not None and base ** (2 / width - 1) < 1e-5
-
-
-def _turn(findings: Findings, where: str, x: ByHead, y: ByHead, adjacent: bool) -> Complex[Tensor, "pos pair"] | None:
-    """By what each pair is multiplied, as a complex number; None where that is not the same for all heads and texts."""
-    start, end = (_pairs(value.double(), adjacent) for value in (x, y))
-    turn = (start.conj() * end).sum((0, 2)) / start.abs().pow(2).sum((0, 2))
-    expected = start * turn[None, :, None]
-    kind = "neighbouring dimensions" if adjacent else "dimensions half of the width apart"
-    worst = float((end - expected).abs().max()) / float(end.abs().max())
-    ok = findings.holds(SCORES, where, worst <= findings.tolerance, f"{kind} do not turn together ({worst:.1e})")
-    return turn if ok else None
-
-
-def _pairs(x: Tensor, adjacent: bool) -> Tensor:
-    if adjacent:
-        first, second = x[..., ::2], x[..., 1::2]
-    else:
-        first, second = x.chunk(2, dim=-1)
-    return torch.complex(first.contiguous(), second.contiguous())
-
-
-def _speed(
-    findings: Findings,
-    where: str,
-    turn: Complex[Tensor, "pos pair"],
-    base: float | None,
-    speeds: Float[Tensor, " pair"] | None,
-    *,
-    images: bool,
-) -> bool:
-    """Whether they turn backwards, which is one if both do (nanochat).
-
-    Angles are the position times a power of the base, scaled as the model's configuration says. Positions are counted
-    from the first: where that one is turned (PaliGemma begins at 1), so are all by as much.
-    """
-    pos, pairs = turn.shape
-    if base is None and images:
-        found = _on_grid(turn / turn.abs())
-        findings.holds(
-            SCORES, where, found <= findings.angles, f"rows and columns do not turn by themselves ({found:.1e})"
-        )
-        return False
-    if base is None and pairs == 1:
-        base = 1.0  # of one pair, no power of it is taken
-    if base is None:
-        findings.holds(SCORES, where, False, "cfg does not say the base of the rotation")
-        return False
-    if speeds is None or len(speeds) != pairs:
-        speeds = float(base) ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    angle = torch.arange(pos, dtype=torch.float64)[:, None] * speeds
-    expected = torch.polar(torch.ones_like(angle), angle).to(turn.device)
-    turn = turn / turn.abs()
-    relative = turn * turn[:1].conj()
-    worst, mirrored = (float((each - expected).abs().max()) for each in (relative, relative.conj()))
-    seen = f"the angles are not those of the base {base} (by {worst:.1e})"
-    findings.holds(SCORES, where, min(worst, mirrored) <= findings.angles, seen)
-    return mirrored < worst
-
-
-def _on_grid(turn: Complex[Tensor, "pos pair"]) -> float:
-    """How far the turns of a square of patches are from one for the row times one for the column.
-
-    Positions before the patches (the class token, registers) do not turn.
-    """
-    turned = ((turn - 1).abs() > 1e-6).any(1).nonzero().flatten()
-    patches = turn[int(turned[0]) :]
-    side = math.isqrt(len(patches))
-    if side**2 != len(patches) or side < 2:
-        return math.inf
-    grid = patches.view(side, side, -1)
-    return float((grid * grid[:1, :1] - grid[:, :1] * grid[:1]).abs().max())
-
-
-def _scaled_speeds(config: PreTrainedConfig, base: float, local: bool) -> Float[Tensor, " pair"] | None:
-    """How fast each pair turns, where the configuration scales that; None where it does not."""
-    if getattr(config, "is_heterogeneous", False):  # another one for each layer
-        return None
-    own = rotation_of(config)
-    if own and "rope_theta" not in own:  # one set for each kind of layer
-        own = own["sliding_attention" if local else "full_attention"] or {}  # None: nothing is rotated there
-    scale = ROPE_INIT_FUNCTIONS.get(own.get("rope_type", "default"))
-    if scale is None:
-        return None
-    config = copy.deepcopy(config)
-    config.rope_parameters = own | {"rope_theta": base}
-    speeds: Tensor = scale(config, torch.device("cpu"))[0]
-    return speeds.double()
-
-
-def relative_buckets(distance: Tensor, buckets: int, most: int, *, both: bool) -> Tensor:
-    """The number of the bias for each distance (Raffel et al. 2020): exact for short ones, logarithmic up to `most`.
-
-    Args:
-        distance: from the query to the key.
-        buckets: how many there are.
-        most: from which distance on all have the last.
-        both: half of them are for keys behind the query.
-    """
-    found = torch.zeros_like(distance)
-    if both:
-        buckets //= 2
-        found = (distance > 0).long() * buckets
-        distance = distance.abs()
-    else:
-        distance = -distance.clamp_max(0)
-    exact = buckets // 2
-    far = exact + (
-        (distance.clamp_min(1).float() / exact).log() / math.log(most / exact) * (buckets - exact)
-    ).long().clamp_max(buckets - exact - 1)
-    return found + torch.where(distance < exact, distance, far)
-
-
-def telling_distance(buckets: int, most: int, other: int, *, both: bool) -> int:
-    """The shortest distance whose bias is another one where the last bucket begins elsewhere; `most`: there is none.
-
-    Args:
-        buckets, most, both: as for `relative_buckets`.
-        other: in place of `most`.
-    """
-    distances = -torch.arange(most)
-    if other <= buckets // (4 if both else 2):  # no logarithm can be taken
-        return most
-    one, two = (relative_buckets(distances, buckets, each, both=both) for each in (most, other))
-    return int((one != two).nonzero()[0]) if bool((one != two).any()) else most
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Each attention.
-# ----------------------------------------------------------------------------------------------------------------------
+#: For each head, query and key: the number that the model adds to the score.
+Bias = Float[Tensor, "head query key"]
 
 
 def prove_attention(evidence: Evidence, findings: Findings) -> None:
-    """Scores from queries and keys, the pattern from scores, `z` from pattern and values, in every attention.
+    """Check in every attention the scores from queries and keys, the pattern from scores, and `z`
+    from pattern and values.
 
     Args:
         evidence: a run with randomized activations.
-        findings: what is found is added to it.
+        findings: collects the results.
     """
-    for claim in (SCORES, PATTERN, VALUES, MASK):
-        findings.claim(claim)
-    rotates: list[tuple[str, bool]] = []
+    claims = (SCORES, PATTERN, VALUES, MASK)
+    findings.claim(*claims)
+    rotates: dict[str, bool] = {}
     biases: dict[str, Tensor] = {}
     for place, part in evidence.attentions():
         if part.scores is None:
-            for claim in (SCORES, PATTERN, VALUES, MASK):
+            for claim in claims:
                 findings.inconclusive(claim, f"{place.part}: its scores cannot be seen")
             continue
-        proof = _Attention(evidence, findings, place, part)
+        proof = _Attention(evidence, findings, place)
         if not part.projections:
             proof.prove_kernel()
             continue
         rotated = proof.prove(biases)
         if part.rotary:
-            rotates.append((place.stack.name, rotated))
-    cfg = evidence.bridge.cfg
+            name = place.stack.name
+            rotates[name] = rotated or rotates.get(name, False)
     attends = any(part.projections for _, part in evidence.attentions())
     if attends and "attention_mask" not in evidence.more:
-        if cfg.positional_embedding_type == "relative_positional_bias":
-            findings.holds(SCORES, "position bias", bool(biases), "cfg says that there is one, and no table of it ran")
-        kind = cfg.positional_embedding_type
-        findings.holds(SCORES, "rotary", bool(rotates) or kind != "rotary", "cfg says that they are rotated")
-        for stack in {name for name, _ in rotates}:
-            turned = any(rotated for name, rotated in rotates if name == stack)
-            findings.holds(SCORES, f"{stack}, rotary", turned, "queries and keys are rotated in no layer")
+        _Positions(evidence, findings).prove(rotates, biases)
 
 
-class _Attention:
-    def __init__(self, evidence: Evidence, findings: Findings, place: LayerStep, part: Attention) -> None:
-        self.evidence, self.findings, self.place, self.part = evidence, findings, place, part
-        self.at = place.part
-        self.cfg = evidence.bridge.cfg
-        types = self.cfg.attn_types
-        self.padded = "attention_mask" in evidence.more
-        self.local = bool(types and self.cfg.use_local_attn and types[place.layer] == "local")
+class _Positions(Claim):
+    """The kind of positional encoding named by `cfg` occurs in some layer."""
 
-    def get(self, name: str) -> Tensor | None:
-        return self.evidence.get(f"{self.place.makes(name).part if name in ('k', 'v') else self.at}hook_{name}")
+    name = SCORES
+
+    def prove(self, rotates: dict[str, bool], biases: dict[str, Tensor]) -> None:
+        """Check that there are the declared biases or rotations.
+
+        Args:
+            rotates: for each stack with declared rotations, whether queries or keys are rotated in
+                any layer.
+            biases: for each stack, its table of relative biases.
+        """
+        kind = self.cfg.positional_embedding_type
+        if kind == "relative_positional_bias":
+            self.holds(
+                "position bias", bool(biases), "cfg says that there is one, and no table of it ran"
+            )
+        declared = bool(rotates) or kind != "rotary"
+        self.holds("rotary", declared, "cfg says that they are rotated")
+        for stack, rotated in rotates.items():
+            self.holds(f"{stack}, rotary", rotated, "queries and keys are rotated in no layer")
+
+
+# --------------------------------------------------------------------------------------------------
+# One attention: its queries and keys, and the claims about it in order.
+# --------------------------------------------------------------------------------------------------
+
+
+class _Attention(AttentionClaim):
+    """The queries and keys of an attention enter its scores."""
+
+    name = SCORES
 
     def prove(self, biases: dict[str, Tensor]) -> bool:
-        """Whether queries and keys are rotated here."""
-        at = self.at
-        q, k = map(self._normed, "qk")
-        for letter in "qk" if self.part.rotary != "first" else "":
-            if letter in self.part.projections:
-                self._norm_reads(letter)
-        self._latents_are_read()
-        scores, pattern, v, z = map(self.get, ("attn_scores", "pattern", "v", "z"))
-        v, known = self._clipped(v), bool(self.part.o)
-        if q is None or k is None or scores is None or pattern is None or (known and (v is None or z is None)):
-            names = [f"{at}hook_{each}" for each in ("q", "k", "attn_scores", "pattern", "v", "z")]
-            if left := [name for name in names if self.findings.is_left_out(name)]:
-                self.findings.inconclusive(SCORES, f"{left[0]} is not offered")
-                return bool(self.part.rotary)
-            self.findings.holds(SCORES, at, False, "queries, keys, values, scores, pattern and z did not all run")
-            return False
+        """Check this attention and return whether its queries and keys are rotated.
+
+        Args:
+            biases: for each stack, its table of relative biases; filled by the layer that has it.
+        """
+        run = self.evidence, self.findings, self.place
+        q = self._normed("q")
+        k = self._normed("k")
+        self._prove_norm_input("q")
+        self._prove_norm_input("k")
+        self._prove_latents()
+        scores = self.get("attn_scores")
+        pattern = self.get("pattern")
+        v = self._clamped(self.get("v"))
+        z = self.get("z")
+        if q is None or k is None or scores is None or pattern is None:
+            return self._note_missing()
+        if self.part.o and (v is None or z is None):
+            return self._note_missing()
         rotated = False
+        rotated_q: Tensor | None = q
+        rotated_k: Tensor | None = k
         if self.part.shows_rotated:
-            seen = self.get("rot_q"), self.get("rot_k")
-            rotated = self._rotated(q, k, *(self._normed_last(*seen) if self.part.rotary == "first" else seen))
-            q, k = seen
-        n_heads = pattern.shape[1]
-        if q is None or k is None:
-            if self._left_out():
-                self.findings.inconclusive(SCORES, f"{at}hook_rot_q and hook_rot_k: they are not offered")
-            else:
-                self.findings.holds(SCORES, at, False, "queries or keys after their rotation are not shown")
+            rotated_q = self.get("rot_q")
+            rotated_k = self.get("rot_k")
+            rotated = self._prove_rotation(q, k, rotated_q, rotated_k)
+        if rotated_q is not None and rotated_k is not None:
+            if not self._heads_fit(rotated_q, rotated_k, v, pattern.shape[1]):
                 return rotated
-        elif q.shape[2] != n_heads or n_heads % k.shape[2] or (v is not None and n_heads % v.shape[2]):
-            self.findings.holds(SCORES, at, False, f"{q.shape[2]} and {k.shape[2]} heads for {n_heads} patterns")
-            return rotated
+            _Scores(*run).prove(rotated_q, rotated_k, scores, biases)
+        elif RotaryAngles(*run).is_left_out:
+            point = self.point("rot_q")
+            self.inconclusive(f"{point} and hook_rot_k: they are not offered")
         else:
-            self._scores(q, k, scores, biases)
-        self._pattern(scores, pattern)
-        self._values(v, pattern, z, self._sees_something(scores).transpose(1, 2))
-        if not self.padded:
-            self._mask(pattern)
+            self.fails(self.place.part, "queries or keys after their rotation are not shown")
+            return rotated
+        _Pattern(*run).prove(scores, pattern)
+        _Values(*run).prove(v, pattern, z, scores)
+        _Mask(*run).prove(pattern)
         return rotated
 
     def prove_kernel(self) -> None:
-        """Scores of queries and keys where they meet, and their pattern: what makes and reads these is not known."""
-        q, k, scores, pattern = map(self.get, ("rot_q", "rot_k", "attn_scores", "pattern"))
+        """Check the scores of queries and keys at the attention kernel, and their pattern. Their
+        projections and the reader of the result are unknown.
+        """
+        run = self.evidence, self.findings, self.place
+        scores = self.get("attn_scores")
+        pattern = self.get("pattern")
         if scores is None or pattern is None:
-            self._not_seen("attn_scores", "pattern")
+            self._note_not_offered("attn_scores", "pattern")
             return
+        q = self.get("rot_q")
+        k = self.get("rot_k")
         if q is None or k is None:
-            self._not_seen("rot_q", "rot_k")
-        elif q.shape[2] != pattern.shape[1] or pattern.shape[1] % k.shape[2]:
-            self.findings.holds(SCORES, self.at, False, f"{q.shape[2]} and {k.shape[2]} heads")
+            self._note_not_offered("rot_q", "rot_k")
         else:
-            self._scores(q, k, scores, {})
-        self._values(None, pattern, None, pattern)
-        self._pattern(scores, pattern)
-        if not self.padded:
-            self._mask(pattern)
-
-    def _not_seen(self, *names: str) -> None:
-        """Says of hook points that they are not offered, or did not run."""
-        for name in (f"{self.at}hook_{each}" for each in names):
-            if name in self.evidence.bridge.hook_dict:
-                self.findings.holds(SCORES, name, self.get(name.rpartition("hook_")[2]) is not None, "it did not run")
+            n_queries = q.shape[2]
+            n_keys = k.shape[2]
+            n_heads = pattern.shape[1]
+            if n_queries != n_heads or n_heads % n_keys:
+                self.fails(self.place.part, f"{n_queries} and {n_keys} heads")
             else:
-                self.findings.inconclusive(SCORES, f"{name} is not offered")
+                _Scores(*run).prove(q, k, scores, {})
+        _Values(*run).prove(None, pattern, None, scores)
+        _Pattern(*run).prove(scores, pattern)
+        _Mask(*run).prove(pattern)
 
-    def _left_out(self) -> bool:
-        """Whether queries or keys after their rotation have no hook point: a trial showed something else there."""
-        return any(f"{self.at}hook_rot_{letter}" not in self.evidence.bridge.hook_dict for letter in "qk")
+    def _note_missing(self) -> bool:
+        """Record that some activations did not run, or are not available. Return whether queries
+        and keys may be rotated.
+        """
+        for name in ("q", "k", "attn_scores", "pattern", "v", "z"):
+            point = self.point(name)
+            if self.findings.is_left_out(point):
+                self.inconclusive(f"{point} is not offered")
+                return bool(self.part.rotary)
+        self.fails(self.place.part, "queries, keys, values, scores, pattern and z did not all run")
+        return False
 
-    def _rotated(self, q: ByHead, k: ByHead, turned_q: Tensor | None, turned_k: Tensor | None) -> bool:
-        """Whether queries and keys are rotated, as it is declared."""
-        if self._left_out():
-            return self.part.rotary is not None
-        if self.part.k.latent is not None:
-            return self._latent(q, k, turned_q, turned_k)
-        if self.padded:  # positions are counted in another way in each row of the batch
-            return False
-        return self._turn(q, k, (turned_q, turned_k))
+    def _note_not_offered(self, *names: str) -> None:
+        """Record that hook points are not available, or did not run."""
+        for name in names:
+            point = self.point(name)
+            if point in self.bridge.hook_dict:
+                self.holds(point, self.get(name) is not None, "it did not run")
+            else:
+                self.inconclusive(f"{point} is not offered")
 
-    def _turn(self, q: ByHead, k: ByHead, turned: tuple[Tensor | None, Tensor | None]) -> bool:
-        """Rotated queries and keys are the plain ones, turned as `cfg` says. Whether they are turned at all."""
-        config = config_of(self.evidence.bridge.core).get_text_config()
-        if getattr(config, "is_heterogeneous", False):
-            config = config.per_layer_config[self.place.layer]
-        turns, backwards = False, set[bool]()
-        for letter, x, y in zip("qk", (q, k), turned, strict=True):
-            where = f"{self.at}hook_rot_{letter}"
-            if y is None or y.shape != x.shape:
-                self.findings.holds(
-                    SCORES, where, False, f"shape {None if y is None else list(y.shape)} for {list(x.shape)}"
-                )
-                continue
-            changed = (x[:, 1:] != y[:, 1:]).flatten(0, 2).any(0).cpu()
-            if _stands_still(self.findings, where, x, y):
-                continue
-            turns = True
-            width = self.part.own("rotary_dim", None) or self.cfg.rotary_dim
-            if width is None:
-                self.findings.holds(SCORES, where, False, "cfg does not say how many dimensions are rotated")
-                continue
-            locally = self.local and self.cfg.rotary_base_local is not None
-            base = self.cfg.rotary_base_local if locally else self.cfg.rotary_base
-            base = self.part.own("rotary_base", None) or base
-            speeds = None if base is None else _scaled_speeds(config, base, self.local)
-            still = 0 if speeds is None or 2 * len(speeds) != width else 2 * int((speeds == 0).sum())
-            scaled = bool((x[:, 1:, :, width:] != y[:, 1:, :, width:]).any())
-            moved = int(changed[:width].sum())
-            needed = (
-                (not scaled, f"more than the first {width} dimensions are rotated"),
-                # A turn too slow to see does not say that its dimension stands still.
-                (moved + still == width or _slow(base, width), f"{moved} dimensions of {width} turn"),
-                (width % 2 == 0, f"{width} dimensions cannot be paired"),
-            )
-            if not all(self.findings.holds(SCORES, where, ok, seen) for ok, seen in needed):
-                continue
-            turn = _turn(self.findings, where, x[..., :width], y[..., :width], self.cfg.rotary_adjacent_pairs)
-            if turn is not None:
-                backwards.add(_speed(self.findings, where, turn, base, speeds, images=not self.cfg.d_vocab))
-        if len(backwards) > 1:
-            self.findings.holds(SCORES, f"{self.at}hook_rot_k", False, "queries and keys turn in opposite directions")
-        return turns
+    def _heads_fit(self, q: ByHead, k: ByHead, v: ByHead | None, n_heads: int) -> bool:
+        """Check that the heads of queries, keys and values can be assigned to the pattern's
+        heads."""
+        n_queries = q.shape[2]
+        n_keys = k.shape[2]
+        shares_values = v is None or not n_heads % v.shape[2]
+        if n_queries == n_heads and not n_heads % n_keys and shares_values:
+            return True
+        self.fails(self.place.part, f"{n_queries} and {n_keys} heads for {n_heads} patterns")
+        return False
 
-    def _normed_last(self, *normed: ByHead | None) -> tuple[Tensor | None, Tensor | None]:
-        """What the norms behind the rotation are given; what they put out is what enters the product."""
-        given: list[Tensor | None] = []
-        for letter, norm, seen in zip("qk", (self.part.q.norm, self.part.k.norm), normed, strict=True):
-            at = (self.place.makes(letter).module, norm.path if norm else "")
-            entered, made = self.evidence.entered(*at), self.evidence.made(*at)
-            if norm is None or entered is None or made is None:
-                given.append(seen)
-                continue
-            if self.part.norms_over == "heads first":
-                entered, made = entered.transpose(1, 2), made.transpose(1, 2)
-            self.findings.equal(SCORES, f"{self.at}{letter}_norm", seen, made)
-            given.append(entered)
-        return given[0], given[1]
+    def _prove_rotation(
+        self, q: ByHead, k: ByHead, rotated_q: Tensor | None, rotated_k: Tensor | None
+    ) -> bool:
+        """Check the rotation, before any norms that follow it. Return whether there is a
+        rotation."""
+        if self.part.rotary == "first":
+            rotated_q = self._before_norm("q", rotated_q)
+            rotated_k = self._before_norm("k", rotated_k)
+        rotation = RotaryAngles(self.evidence, self.findings, self.place)
+        return rotation.prove(q, k, rotated_q, rotated_k)
 
-    def _latent(self, q: ByHead, k: ByHead, turned_q: ByHead | None, turned_k: ByHead | None) -> bool:
-        """Behind what the latent makes, keys have columns that all heads share; only these columns are rotated."""
-        at, width = self.at, k.shape[-1]
-        if turned_q is None or turned_k is None or turned_q.shape != q.shape or turned_k.shape[-1] != q.shape[-1]:
-            self.findings.holds(SCORES, f"{at}hook_rot_k", False, "it is not as wide as queries are")
-            return False
-        base = rotation_of(config_of(self.evidence.bridge.core).get_text_config()).get("rope_theta")
-        if self.part.rotary and base is not None:  # its angles are not told apart from the order of its columns
-            self.findings.holds(SCORES, "cfg.rotary_base", self.cfg.rotary_base == base, f"it is not {base}")
-        # Queries may be multiplied with a number for each place and head (Mistral Large 4); padding moves the places.
-        wide, plain = turned_q[..., :width].double(), q[..., :width].double()
-        axes = (-1,) if self.padded else (0, -1)
-        factor = (wide * plain).sum(axes, keepdim=True) / plain.pow(2).sum(axes, keepdim=True)
-        q = (q.double() * factor).to(q.dtype) if width and self._is_factor(factor) else q
-        self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q[..., :width], q[..., :width])
-        self.findings.equal(SCORES, f"{at}hook_rot_k", turned_k[..., :width], k)
-        shared = turned_k[..., width:]
-        self.findings.equal(SCORES, f"{at}hook_rot_k", shared, shared[:, :, :1].expand_as(shared))
-        if not self.part.rotary:
-            self.findings.equal(SCORES, f"{at}hook_rot_q", turned_q, q)
-            return False
-        dims, said = q.shape[-1] - width, self.part.own("rotary_dim", self.cfg.rotary_dim)
-        self.findings.holds(SCORES, f"{at}hook_rot_q", dims == said, f"{dims} columns are rotated, and cfg says {said}")
-        self.findings.inconclusive(SCORES, f"{at}hook_rot_q: how fast its columns turn, and in which pairs")
-        sizes = [x[..., width:].norm(dim=-1) for x in (turned_q, q)]
-        ratio = float(sizes[0].norm() / sizes[1].norm()) if q.shape[-1] > width else 1.0
-        self.findings.equal(SCORES, f"{at}hook_rot_q", sizes[0], sizes[1] * ratio)
-        return bool((turned_q != q).any())
+    # ----------------------------------------------------------------------------------------------
+    # Norms and clamps of queries, keys and values.
+    # ----------------------------------------------------------------------------------------------
 
-    def _clipped(self, made: Tensor | None) -> Tensor | None:
-        """Queries, keys or values behind the clamp that their attention has."""
+    def _norm_of(self, letter: str) -> Norm | None:
+        """Return the norm of queries or keys."""
+        return (self.part.q if letter == "q" else self.part.k).norm
+
+    def _by_position(self, x: Tensor | None) -> Tensor | None:
+        """Return the input or output of a norm of heads with positions before heads."""
+        if x is None or self.part.norms_over != "heads first":
+            return x
+        return x.transpose(1, 2)
+
+    def _clamped(self, x: Tensor | None) -> Tensor | None:
+        """Return queries, keys or values after the declared clamp."""
         clip = self.part.clip
-        return made if made is None or clip is None else made.clamp(-clip, clip)
+        return x if x is None or clip is None else x.clamp(-clip, clip)
 
     def _normed(self, letter: str) -> Tensor | None:
-        """Queries or keys behind their norm, where they have one."""
-        place, norm = self.place.makes(letter), (self.part.q if letter == "q" else self.part.k).norm
-        made = self.get(letter)
-        if norm is None or made is None or self.part.rotary == "first":
-            return self._clipped(made)
-        result = self.evidence.made(place.module, norm.path)
-        if result is not None and self.part.norms_over == "heads first":
-            result = result.transpose(1, 2)
-        if result is None or result.numel() != made.numel():
+        """Return queries or keys after their norm, if they have one."""
+        norm = self._norm_of(letter)
+        projected = self.get(letter)
+        if norm is None or projected is None or self.part.rotary == "first":
+            return self._clamped(projected)
+        module = self.place.projecting(letter).module
+        normed = self._by_position(self.evidence.output_of(module, norm.path))
+        if normed is None or normed.numel() != projected.numel():
             return None
-        result = result.reshape(made.shape)
-        return self._clipped(result) if self.part.clips_normed else result
+        normed = normed.reshape(projected.shape)
+        return self._clamped(normed) if self.part.clips_normed else normed
 
-    def _latents_are_read(self) -> None:
-        """Each declared latent is what the projection made from it reads."""
-        module = self.place.module
-        for each in (self.part.q, self.part.k, self.part.v):
-            if each.latent and (path := each.latent.path):
-                made, read = self.evidence.made(module, path), self.evidence.entered(module, each.path)
-                at = f"{self.at}({path}, read by {each.path})"
-                self.findings.equal(SCORES, at, made, like(read, made))
+    def _before_norm(self, letter: str, rotated: ByHead | None) -> Tensor | None:
+        """Return the input of the norm that follows the rotation, and check that its output enters
+        the product.
+        """
+        norm = self._norm_of(letter)
+        if norm is None:
+            return rotated
+        module = self.place.projecting(letter).module
+        entered = self._by_position(self.evidence.input_of(module, norm.path))
+        normed = self._by_position(self.evidence.output_of(module, norm.path))
+        if entered is None or normed is None:
+            return rotated
+        self.equal(f"{self.place.part}{letter}_norm", rotated, normed)
+        return entered
 
-    def _is_factor(self, factor: Tensor) -> bool:
-        """Whether queries are multiplied with something, which no declaration says; it is then said."""
-        if float((factor - 1).abs().max()) <= self.findings.tolerance:
-            return False
-        self.findings.inconclusive(SCORES, f"{self.at}hook_rot_q: what queries are multiplied with")
-        return True
-
-    def _values(self, v: ByHead | None, pattern: Tensor, z: Tensor | None, seen: Tensor) -> None:
-        """``pattern @ v = z``, with what is declared to stand between, for the queries that see something."""
-        if v is None or z is None:
-            self.findings.inconclusive(VALUES, f"{self.at}: what makes or reads its values is not known")
+    def _prove_norm_input(self, letter: str) -> None:
+        """Check that the norm of queries or keys reads the projection's output."""
+        norm = self._norm_of(letter)
+        if norm is None or self.part.rotary == "first" or letter not in self.part.projections:
             return
-        place, at, transform = self.place, f"{self.at}hook_z", self.part.z_transform
-        if norm := self.part.v.norm:
-            made = self.evidence.made(place.makes("v").module, norm.path)
-            if made is None or made.numel() != v.numel():
-                self.findings.holds(VALUES, at, False, f"{norm.path} did not norm the values")
+        projected = self.get(letter)
+        if not self.part.clips_normed:
+            projected = self._clamped(projected)
+        entered = self.input_of(norm.path)
+        columns = 0 if entered is None else entered.shape[-1]
+        entered = self._by_position(entered)
+        place = f"{self.place.part}{letter}_norm"
+        if entered is not None and projected is not None and entered.numel() == projected.numel():
+            axes = 2 if self.part.norms_over == "width" else 1
+            width = projected.shape[-axes:].numel()
+            self.holds(place, columns == width, f"it is over {columns} columns")
+            entered = entered.reshape(projected.shape)
+        self.equal(place, entered, projected)
+
+    def _prove_latents(self) -> None:
+        """Check that each declared latent is the input of its projection."""
+        for projection in (self.part.q, self.part.k, self.part.v):
+            if projection.latent and (path := projection.latent.path):
+                latent = self.output_of(path)
+                read = self.input_of(projection.path)
+                place = f"{self.place.part}({path}, read by {projection.path})"
+                self.equal(place, latent, like(read, latent))
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores: products of queries and keys, with the scale, the cap and the bias of positions.
+# --------------------------------------------------------------------------------------------------
+
+
+def _queries_with_tokens(claim: AttentionClaim, scores: Tensor) -> Bool[Tensor, "..."]:
+    """Return the queries that have a token at or before their position, ``[batch, 1, query, 1]``;
+    others attend to padding only.
+    """
+    mask = claim.evidence.more.get("attention_mask")
+    if (
+        mask is None
+        or claim.cfg.attention_dir != "causal"
+        or claim.part.cross
+        or mask.shape[-1] != scores.shape[-2]
+    ):
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
+    return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
+
+
+def _product(q: ByHead, k: ByHead, factor: float) -> Tensor:
+    """Return scores, ``[batch, head, query, key]``, in double precision."""
+    return scores_of(q.double().transpose(1, 2), k.double().transpose(1, 2), factor)
+
+
+class _Scores(AttentionClaim):
+    """The scores of an attention."""
+
+    name = SCORES
+
+    def prove(self, q: ByHead, k: ByHead, scores: Tensor, biases: dict[str, Tensor]) -> None:
+        """Check the scores.
+
+        Args:
+            q, k: queries and keys as they enter the product.
+            scores: the observed scores.
+            biases: as for `_Attention.prove`.
+        """
+        point = self.point("attn_scores")
+        scale = self._scale
+        expected = _product(q, k, 1 / scale)
+        size = largest(expected)
+        if self.cfg.attn_scores_soft_cap > 0:
+            size = min(size, self.cfg.attn_scores_soft_cap)
+            expected = self._capped(expected, size)
+        visible = scores.isfinite() & _queries_with_tokens(self, scores)
+        if self.part.score_bias_modules is not None:
+            if not self.padded:
+                self._prove_interaction(q, k, scale)
+            return
+        if bool((scores.amax(-1)[visible.any(-1)] == 0).all()):  # MiMo; the softmax is the same
+            most = expected.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+            expected = expected - most
+            self.inconclusive(f"{point} is less the largest score of each row")
+        kind = self.cfg.positional_embedding_type
+        if self.padded and kind == "alibi":
+            return  # the model counts the positions of each row from its first token
+        bias: Bias | None = None
+        if kind in ("alibi", "relative_positional_bias"):
+            # A bias depends only on positions: it is the same in every row of the batch.
+            rest = torch.where(visible, scores.double() - expected, torch.nan)
+            bias = rest.nanmean(0)
+            expected = expected + bias
+        expected = expected.where(visible, 0.0).to(scores.dtype)
+        self.equal(point, scores.where(visible, 0), expected, size)
+        if bias is not None and kind == "alibi":
+            self._prove_slopes(bias)
+        elif bias is not None:
+            self._prove_buckets(bias, biases)
+
+    @property
+    def _scale(self) -> float:
+        """Return the divisor of the scores."""
+        cfg = self.cfg
+        scale = 1.0
+        if cfg.use_attn_scale and cfg.attn_scale is not None:
+            scale = cfg.attn_scale
+        scale = self.part.own("attn_scale", scale)
+        return scale * (self.place.layer + 1) if cfg.scale_attn_by_inverse_layer_idx else scale
+
+    def _capped(self, scores: Tensor, size: float) -> Tensor:
+        """Return scores with the soft cap; record it if they are too small for the cap to
+        matter."""
+        cap = self.cfg.attn_scores_soft_cap
+        expected = capped(scores, cap)
+        effect = largest(capped(scores, cap * _NEXT) - expected)
+        if effect <= 10 * self.findings.tolerance * size:
+            self.inconclusive(f"{cap} from a soft cap that differs by 0.5 %, as scores are small")
+        return expected
+
+    def _prove_slopes(self, bias: Bias) -> None:
+        """Check that a bias is the distance times a slope for each head (ALiBi)."""
+        point = self.point("attn_scores")
+        distance = _distances(bias).to(bias)
+        if not isinstance(self.part.scores, AlibiScores):
+            # The model adds biases relative to the first or last key: a constant in each row of the
+            # softmax.
+            bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
+        known = ~bias.isnan()
+        squares = (distance**2 * known).sum((-1, -2))
+        slopes = (bias * distance).where(known, 0).sum((-1, -2)) / squares
+        expected = (slopes[:, None, None] * distance).where(known, 0)
+        size = largest(bias[known])
+        if self.equal(point, bias.where(known, 0), expected, size):
+            above = bool((slopes > 0).all())
+            self.holds(point, above, "the slopes of ALiBi are not above zero")
+
+    def _prove_buckets(self, bias: Bias, biases: dict[str, Tensor]) -> None:
+        """Check that a bias is the table's entry for the bucket of each distance (T5)."""
+        part = self.part
+        point = self.point("attn_scores")
+        known = ~bias.isnan()
+        size = max(largest(bias[known]), 1e-3)
+        if part.cross or part.position_bias is None:
+            self.holds(point, size <= 1e-3, "there is a position bias, and none is declared")
+            return
+        table = self._bias_table(part.position_bias, biases)
+        count = self.cfg.relative_attention_num_buckets
+        most = self.cfg.relative_attention_max_distance
+        if table is None or count is None or most is None or table.shape[0] != count:
+            self.fails(point, f"no table of {count} biases at {part.position_bias}")
+            return
+        causal = bool(known.tril().equal(known))
+        buckets = RelativeBuckets(count, most, both=not causal)
+        for other in (most - 1, most + 1):
+            if buckets.telling_distance(other) >= max(bias.shape[1:]):
+                stack = self.place.stack.name
+                self.inconclusive(f"{stack}: {most} from {other} as the largest distance")
+        numbers = buckets.of(_distances(bias)).to(table.device)
+        expected = table[numbers].permute(2, 0, 1).to(bias)
+        # Scores determine their bias up to their own rounding.
+        worst = largest((bias - expected)[known])
+        self.holds(
+            point,
+            worst < max(1e-3 * size, 1e-4),
+            f"its bias is not {part.position_bias} with {count} buckets up to {most}",
+        )
+
+    def _bias_table(self, path: str, biases: dict[str, Tensor]) -> Tensor | None:
+        """Return the table of biases of this attention, or of an earlier one in its stack."""
+        call = self.call(path)
+        weight = getattr(call.module, "weight", None) if call is not None else None
+        if isinstance(weight, Tensor):
+            biases[self.place.stack.name] = weight.detach()
+        return biases.get(self.place.stack.name)
+
+    # ----------------------------------------------------------------------------------------------
+    # Scores with terms that depend on queries, keys or positions alone, in addition to the product
+    # of queries and keys.
+    # ----------------------------------------------------------------------------------------------
+
+    def _prove_interaction(self, q: ByHead, k: ByHead, scale: float) -> None:
+        """Check the query-key product when the scores contain further terms, each of which depends
+        on only one of the two factors. Four rows contain all pairs of two queries and two keys; in
+        their alternating sum, terms that depend on one factor cancel.
+        """
+        point = self.point("attn_scores")
+        generator = torch.Generator().manual_seed(2)
+        two_queries = torch.randn(2, *q.shape[1:], generator=generator, device="cpu")
+        two_keys = torch.randn(2, *k.shape[1:], generator=generator, device="cpu")
+        queries = two_queries[[0, 0, 1, 1]].to(q)
+        keys = two_keys[[0, 1, 0, 1]].to(k)
+        scores = self._scores_with(queries, keys)
+        self._prove_no_bias(q.shape[2:].numel())
+        product = _product(queries, keys, 1 / scale)
+        size = largest(product)
+        finite = scores.isfinite().all(0)
+        observed = _alternating_sum(scores).where(finite, 0)
+        expected = _alternating_sum(product).where(finite, 0)
+        if self.equal(point, observed, expected, size):
+            terms = (scores - product).where(finite, 0)
+            spread = largest(terms - terms.mean(-1, keepdim=True))
+            self.holds(
+                point,
+                spread > 1e-4 * size,
+                "something is declared to be added to it, and nothing is",
+            )
+            self.inconclusive(
+                f"{point} is the product and what queries, keys or places alone add to it"
+            )
+
+    def _scores_with(self, queries: ByHead, keys: ByHead) -> Tensor:
+        """Return the scores that the model computes from these queries and keys."""
+        observed: list[Tensor] = []
+        turned = "rot_" if self.part.shows_rotated else ""
+
+        def look(x: Tensor, hook: Hook) -> None:
+            observed.append(x.detach().double())
+
+        hooks: list[NamedHook] = [
+            (self.point(f"{turned}q"), lambda x, hook: queries),
+            (self.point(f"{turned}k"), lambda x, hook: keys),
+            (self.point("attn_scores"), look),
+        ]
+        first = {name: x[:1] for name, x in self.evidence.arguments.items()}
+        with torch.no_grad():
+            tokens, more = split(self.bridge.core, repeated(first, len(queries)))
+            self.bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
+        (scores,) = observed
+        return scores
+
+    def _prove_no_bias(self, width: int) -> None:
+        """Check that the attention has no parameter that may be the bias of a projection of this
+        width, unless it is declared.
+        """
+        core = self.part.core
+        declared = [projection.bias for projection in self.part.projections.values()]
+        module = self.evidence.module(self.path, core)
+        for name, parameter in module.named_parameters(recurse=False):
+            known = parameter.numel() != width or join(core, name) in declared
+            self.holds(
+                self.point("attn_scores"),
+                known,
+                f"{name} is added to a projection, and no bias is declared",
+            )
+
+
+def _distances(bias: Bias) -> Tensor:
+    """Return the distance from each query to each key."""
+    _, queries, keys = bias.shape
+    return torch.arange(keys, device="cpu")[None] - torch.arange(queries, device="cpu")[:, None]
+
+
+def _alternating_sum(rows: Tensor) -> Tensor:
+    """Return the alternating sum of four rows, in which terms that depend on one factor cancel."""
+    return rows[0] - rows[1] - rows[2] + rows[3]
+
+
+# --------------------------------------------------------------------------------------------------
+# The pattern, where it attends, and `z`.
+# --------------------------------------------------------------------------------------------------
+
+
+class _Pattern(AttentionClaim):
+    """The pattern of an attention."""
+
+    name = PATTERN
+
+    def prove(self, scores: Tensor, pattern: Tensor) -> None:
+        """Check that the pattern is the softmax of the scores, with the declared sinks."""
+        point = self.point("pattern")
+        somewhere = scores.isfinite().any(-1, keepdim=True)
+        finite = scores.double().masked_fill(~somewhere, 0)
+        if self.part.sinks:
+            site = self.bridge.hook_dict[point].point.site
+            sinks = materialized(self.evidence.module(site.path), self.part.sinks)
+            if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
+                self.fails(point, f"no sinks in {self.part.sinks}")
                 return
-            v = made.reshape(v.shape)
+            finite = with_sinks(finite, sinks.detach())
+        expected = pattern_of(finite)[..., : pattern.shape[-1]]
+        expected = expected.masked_fill(~somewhere, 0).to(pattern.dtype)
+        self.equal(point, pattern.masked_fill(~somewhere, 0), expected, 1.0)
+
+
+class _Values(AttentionClaim):
+    """The product of the pattern and the values."""
+
+    name = VALUES
+
+    def prove(self, v: ByHead | None, pattern: Tensor, z: Tensor | None, scores: Tensor) -> None:
+        """Check ``pattern @ v = z``, with the declared transform, for the queries that attend to a
+        token.
+        """
+        if v is None or z is None:
+            place = self.place.part
+            self.inconclusive(f"{place}: what makes or reads its values is not known")
+            return
+        point = self.point("z")
+        transform = self.part.z_transform
+        if norm := self.part.v.norm:
+            module = self.place.projecting("v").module
+            normed = self.evidence.output_of(module, norm.path)
+            if normed is None or normed.numel() != v.numel():
+                self.fails(point, f"{norm.path} did not norm the values")
+                return
+            v = normed.reshape(v.shape)
         product = result_of(pattern.double(), v.double().transpose(1, 2)).transpose(1, 2)
         if isinstance(transform, Norm):
-            self._normed_values(transform, product, z)
+            self._prove_norm(transform, product, z)
             return
-        behind = self._behind(transform, product)
-        if isinstance(behind, str):
-            self.findings.holds(VALUES, at, False, behind)
+        transformed = self._transformed(transform, product)
+        if isinstance(transformed, str):
+            self.fails(point, transformed)
             return
-        self.findings.equal(VALUES, at, z.where(seen, 0), behind.where(seen, 0).to(z.dtype), float(v.abs().max()))
+        visible = _queries_with_tokens(self, scores).transpose(1, 2)
+        expected = transformed.where(visible, 0).to(z.dtype)
+        self.equal(point, z.where(visible, 0), expected, largest(v))
 
-    def _behind(self, transform: Gate | SinkGate | AddedOutput | Affine | None, product: Tensor) -> Tensor | str:
-        """What is made of ``pattern @ v``; or what of it did not run."""
-        module = self.evidence.module(self.place.module)
+    def _transformed(
+        self, transform: Gate | SinkGate | AddedOutput | Affine | None, product: Tensor
+    ) -> Tensor | str:
+        """Return the declared transform of ``pattern @ v``; or the reason why it did not run."""
+        module = self.evidence.module(self.path)
         if isinstance(transform, Gate):
             gate = self.get("gate")
             if gate is None:
                 return f"the gate {transform.projection.path} did not run"
             return transform.of(product, gate)
         if isinstance(transform, SinkGate):
-            scores, sinks = self.get("attn_scores"), materialized(module, transform.parameter)
+            scores = self.get("attn_scores")
+            sinks = materialized(module, transform.parameter)
             if scores is None or not isinstance(sinks, Tensor):
                 return f"there are no sinks in {transform.parameter}"
             return transform.of(product, scores, sinks.detach())
         if isinstance(transform, AddedOutput):
-            made = self.evidence.made(self.place.module, transform.path)
-            if made is None or made.ndim != 4:
+            added = self.output_of(transform.path)
+            if added is None or added.ndim != 4:
                 return f"{transform.path} returned no tensor of heads"
-            return transform.of(product, made)
+            return transform.of(product, added)
         return product if transform is None else transform.of(product, module)
 
-    def _normed_values(self, norm: Norm, product: Tensor, z: Tensor) -> None:
-        """A norm of each head, or of all, stands between."""
-        at, path = f"{self.at}hook_z", (self.place.module, norm.path)
-        entered, result = self.evidence.entered(*path), self.evidence.made(*path)
-        if entered is None or result is None or entered.numel() != product.numel() or result.numel() != z.numel():
-            self.findings.holds(VALUES, at, False, f"{norm.path} did not norm pattern @ v")
+    def _prove_norm(self, norm: Norm, product: Tensor, z: Tensor) -> None:
+        """Check a norm between ``pattern @ v`` and `z`, over each head or over all."""
+        point = self.point("z")
+        entered = self.input_of(norm.path)
+        normed = self.output_of(norm.path)
+        if (
+            entered is None
+            or normed is None
+            or entered.numel() != product.numel()
+            or normed.numel() != z.numel()
+        ):
+            self.fails(point, f"{norm.path} did not norm pattern @ v")
             return
-        self.findings.equal(VALUES, at, entered.reshape(product.shape), product.to(entered.dtype))
-        self.findings.equal(VALUES, at, z, result.reshape(z.shape))
+        self.equal(point, entered.reshape(product.shape), product.to(entered.dtype))
+        self.equal(point, z, normed.reshape(z.shape))
 
-    def _norm_reads(self, letter: str) -> None:
-        norm = self.part.projections[letter].norm
-        if norm is None:
+
+class _Mask(AttentionClaim):
+    """The positions that an attention attends to."""
+
+    name = MASK
+
+    def prove(self, pattern: Tensor) -> None:
+        """Check that the batch rows together attend to every allowed position, and to no others."""
+        if self.padded or self.part.cross:
             return
-        made, at = self.get(letter), f"{self.at}{letter}_norm"
-        made = made if self.part.clips_normed else self._clipped(made)
-        entered = self.evidence.entered(self.place.module, norm.path)
-        over = 0 if entered is None else entered.shape[-1]
-        if entered is not None and made is not None and self.part.norms_over == "heads first":
-            entered = entered.transpose(1, 2)
-        if entered is not None and made is not None and entered.numel() == made.numel():
-            width = made.shape[-1] * (made.shape[-2] if self.part.norms_over == "width" else 1)
-            self.findings.holds(SCORES, at, over == width, f"it is over {over} columns")
-            entered = entered.reshape(made.shape)
-        self.findings.equal(SCORES, at, entered, made)
-
-    def _scores(self, q: ByHead, k: ByHead, scores: Tensor, biases: dict[str, Tensor]) -> None:
-        cfg, at = self.cfg, f"{self.at}hook_attn_scores"
-        scale = cfg.attn_scale if cfg.use_attn_scale and cfg.attn_scale is not None else 1.0
-        scale = self.part.own("attn_scale", scale)
-        if cfg.scale_attn_by_inverse_layer_idx:
-            scale *= self.place.layer + 1
-        made = scores_of(q.double().transpose(1, 2), k.double().transpose(1, 2), 1 / scale)
-        size = float(made.abs().max())
-        if cfg.attn_scores_soft_cap > 0:
-            cap, uncapped = cfg.attn_scores_soft_cap, made
-            made, other = (capped(uncapped, bound) for bound in (cap, cap * _NEXT))
-            size = min(size, cap)
-            if float((other - made).abs().max()) <= 10 * self.findings.tolerance * size:
-                self.findings.inconclusive(SCORES, f"{cap} from a soft cap that differs by 0.5 %, as scores are small")
-        seen = scores.isfinite() & self._sees_something(scores)
-        if self.part.score_bias_modules is not None:
-            if not self.padded:
-                self._interaction(q, k, scale, at)
-            return
-        if bool((scores.amax(-1)[seen.any(-1)] == 0).all()):  # MiMo: the softmax is the same
-            made = made - made.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
-            self.findings.inconclusive(SCORES, f"{at} is less the largest score of each row")
-        bias = torch.where(seen, scores.double() - made, torch.nan)
-        kind = cfg.positional_embedding_type
-        if self.padded and kind == "alibi":
-            return  # the model counts the places of each row from its first token
-        if kind not in ("alibi", "relative_positional_bias"):
-            self.findings.equal(SCORES, at, scores.where(seen, 0), made.where(seen, 0.0).to(scores.dtype), size)
-            return
-        # A bias depends on the places alone: it is the same in every row of the batch.
-        one = bias.nanmean(0)
-        expected = (made + one).where(seen, 0.0).to(scores.dtype)
-        self.findings.equal(SCORES, at, scores.where(seen, 0), expected, size)
-        if kind == "alibi":
-            self._alibi(one, at)
-        else:
-            self._relative(one, at, biases)
-
-    def _sees_something(self, scores: Tensor) -> Tensor:
-        """Which queries have a token at or before them, ``[batch, 1, query, 1]``: others see nothing."""
-        mask = self.evidence.more.get("attention_mask")
-        if mask is None or self.cfg.attention_dir != "causal" or self.part.cross or mask.shape[-1] != scores.shape[-2]:
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=scores.device)
-        return (mask.cumsum(-1) > 0)[:, None, :, None].to(scores.device)
-
-    def _interaction(self, q: ByHead, k: ByHead, scale: float, at: str) -> None:
-        """Beside the product of queries and keys, scores are made of what each, or the places, make alone.
-
-        Four rows have two queries and two keys in all pairs: what each makes alone is gone from their alternating sum.
-        """
-        bridge, place = self.evidence.bridge, self.at
-        generator = torch.Generator().manual_seed(2)
-        rows = {"q": torch.tensor([0, 0, 1, 1]), "k": torch.tensor([0, 1, 0, 1])}
-        pairs = {
-            letter: torch.randn(2, *x.shape[1:], generator=generator)[rows[letter]].to(x)
-            for letter, x in (("q", q), ("k", k))
-        }
-        made: list[Tensor] = []
-        turned = "rot_" if self.part.shows_rotated else ""
-        hooks: list[NamedHook] = [
-            *(([f"{place}hook_{turned}{letter}"], lambda x, hook, new=new: new) for letter, new in pairs.items()),
-            ([f"{place}hook_attn_scores"], lambda x, hook: made.append(x.detach().double())),
-        ]
-        with torch.no_grad():
-            given = repeated({name: x[:1] for name, x in self.evidence.arguments.items()}, 4)
-            tokens, more = split(bridge.core, given)
-            bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more)
-        biases = [projection.bias for projection in self.part.projections.values()]
-        core = self.evidence.module(self.place.module, self.part.core)
-        for name, bias in core.named_parameters(recurse=False):
-            told = bias.numel() != q.shape[2:].numel() or join(self.part.core, name) in biases
-            self.findings.holds(SCORES, at, told, f"{name} is added to a projection, and no bias is declared")
-        queries, keys = (x.double().transpose(1, 2) for x in pairs.values())
-        product = scores_of(queries, keys, 1 / scale)
-        (scores,) = made
-        seen = scores.isfinite().all(0)
-        shown, computed = ((x[0] - x[1] - x[2] + x[3]).where(seen, 0) for x in (scores, product))
-        if self.findings.equal(SCORES, at, shown, computed, float(product.abs().max())):
-            rest = (scores - product).where(seen, 0)
-            there = float((rest - rest.mean(-1, keepdim=True)).abs().max()) > 1e-4 * float(product.abs().max())
-            self.findings.holds(SCORES, at, there, "something is declared to be added to it, and nothing is")
-            self.findings.inconclusive(SCORES, f"{at} is the product and what queries, keys or places alone add to it")
-
-    def _alibi(self, bias: Float[Tensor, "head query key"], at: str) -> None:
-        _, queries, keys = bias.shape
-        distance = (torch.arange(keys)[None] - torch.arange(queries)[:, None]).to(bias)
-        if not isinstance(self.part.scores, AlibiScores):
-            # As the model has them, relative to the first or last key: a constant in each row of the softmax.
-            bias = bias - bias.diagonal(dim1=-2, dim2=-1)[..., None]
-        there = ~bias.isnan()
-        slopes = (bias * distance).where(there, 0).sum((-1, -2)) / (distance**2 * there).sum((-1, -2))
-        expected = slopes[:, None, None] * distance
-        ok = self.findings.equal(
-            SCORES, at, bias.where(there, 0), expected.where(there, 0), float(bias[there].abs().max())
-        )
-        if ok:
-            self.findings.holds(SCORES, at, bool((slopes > 0).all()), "the slopes of ALiBi are not above zero")
-
-    def _relative(self, bias: Float[Tensor, "head query key"], at: str, biases: dict[str, Tensor]) -> None:
-        part, cfg, place = self.part, self.cfg, self.place
-        there = ~bias.isnan()
-        size = max(float(bias[there].abs().max()), 1e-3)
-        if part.cross or part.position_bias is None:
-            self.findings.holds(SCORES, at, size <= 1e-3, "there is a position bias, and none is declared")
-            return
-        call = self.evidence.call(place.module, part.position_bias)
-        if call is not None and isinstance(weight := getattr(call.module, "weight", None), Tensor):
-            biases[place.stack.name] = weight.detach()
-        table = biases.get(place.stack.name)
-        buckets, most = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
-        if table is None or buckets is None or most is None or table.shape[0] != buckets:
-            self.findings.holds(SCORES, at, False, f"no table of {buckets} biases at {part.position_bias}")
-            return
-        _, queries, keys = bias.shape
-        distance = torch.arange(keys)[None] - torch.arange(queries)[:, None]
-        causal = bool(there.tril().equal(there))
-        number = relative_buckets(distance, buckets, most, both=not causal).to(table.device)
-        for other in (most - 1, most + 1):
-            if telling_distance(buckets, most, other, both=not causal) >= max(queries, keys):
-                self.findings.inconclusive(SCORES, f"{place.stack.name}: {most} from {other} as the largest distance")
-        expected = table[number].permute(2, 0, 1).to(bias)
-        # Scores hold their bias to within their own rounding.
-        self.findings.holds(
-            SCORES,
-            at,
-            float((bias - expected)[there].abs().max()) < max(1e-3 * size, 1e-4),
-            f"its bias is not {part.position_bias} with {buckets} buckets up to {most}",
-        )
-
-    def _pattern(self, scores: Tensor, pattern: Tensor) -> None:
-        sinks: Tensor | None = None
-        if self.part.sinks:
-            site = self.evidence.bridge.hook_dict[f"{self.at}hook_pattern"].point.site
-            sinks = materialized(self.evidence.module(site.path), self.part.sinks)
-            if not isinstance(sinks, Tensor) or sinks.numel() != scores.shape[1]:
-                self.findings.holds(PATTERN, f"{self.at}hook_pattern", False, f"no sinks in {self.part.sinks}")
-                return
-        wide = scores.double()
-        somewhere = wide.isfinite().any(-1, keepdim=True)
-        wide = wide.masked_fill(~somewhere, 0)
-        expected = pattern_of(wide if sinks is None else with_sinks(wide, sinks.detach()))[..., : pattern.shape[-1]]
-        seen = pattern.masked_fill(~somewhere, 0)
-        expected = expected.masked_fill(~somewhere, 0).to(pattern.dtype)
-        self.findings.equal(PATTERN, f"{self.at}hook_pattern", seen, expected, 1.0)
-
-    def _mask(self, pattern: Tensor) -> None:
-        """Where attention goes in some row of the batch, by where it may go."""
-        if self.part.cross or self.place.stack is not self.evidence.architecture.stack:
-            return  # cfg speaks of the first, and of what looks at its own text
+        if self.place.stack is not self.architecture.stack:
+            return  # cfg describes self-attention of the first stack
+        point = self.point("pattern")
         if self.part.keys_from == "more":
-            self.findings.inconclusive(MASK, f"{self.at}hook_pattern: which keys behind those of positions are seen")
+            self.inconclusive(f"{point}: which keys behind those of positions are seen")
             pattern = pattern[..., : pattern.shape[-2]]
         _, _, queries, keys = pattern.shape
-        seen = (pattern > 0).any(0).any(0).cpu()
-        back = torch.arange(queries)[:, None] - torch.arange(keys)[None]
-        allowed = back >= 0 if self.cfg.attention_dir == "causal" else torch.ones_like(back, dtype=torch.bool)
-        window = self.cfg.window_size
-        if self.local and window is not None:
-            ahead = window
-            if self.cfg.attention_dir != "causal" and int(-back[seen].min()) == window:  # as T5Gemma 2's encoder
-                self.findings.inconclusive(MASK, f"{window} tokens ahead are seen, and {window - 1} back as cfg says")
-                ahead += 1
-            allowed = allowed & (back < window) & (back > -ahead)
-            if window > queries:
-                self.findings.inconclusive(MASK, f"a window of {window} is longer than the text of {queries} tokens")
-        at, sees = f"{self.at}hook_pattern", (pattern > 0).any(1)
-        more, less = (seen & ~allowed).nonzero().tolist(), (allowed & ~seen).nonzero().tolist()
-        if more:
-            self.findings.holds(MASK, at, False, f"token {more[0][0]} attends to token {more[0][1]}")
-        elif less and (
-            (self.part.auxiliary_modules and self.part.o)
-            or (bool((sees != sees[:1]).any()) and {q - k for q, k in less} <= set(back[seen].tolist()))
-        ):  # keys are chosen by what they are (an indexer), and others as far away have been
-            self.findings.inconclusive(MASK, f"{at}: whether token {less[0][0]} may attend to token {less[0][1]}")
-        elif less:
-            self.findings.holds(MASK, at, False, f"token {less[0][0]} does not attend to token {less[0][1]}")
+        back = torch.arange(queries, device="cpu")[:, None] - torch.arange(keys, device="cpu")[None]
+        attended = (pattern > 0).any(0).any(0).cpu()
+        allowed = self._allowed(back, attended)
+        excess = (attended & ~allowed).nonzero().tolist()
+        missing = (allowed & ~attended).nonzero().tolist()
+        if excess:
+            query, key = excess[0]
+            self.fails(point, f"token {query} attends to token {key}")
+        elif not missing:
+            self.holds(point, True)
         else:
-            self.findings.holds(MASK, at, True)
+            query, key = missing[0]
+            distances = {position - other for position, other in missing}
+            elsewhere = distances <= set(back[attended].tolist())
+            if self._chooses_keys(pattern, elsewhere):
+                self.inconclusive(f"{point}: whether token {query} may attend to token {key}")
+            else:
+                self.fails(point, f"token {query} does not attend to token {key}")
+
+    def _chooses_keys(self, pattern: Tensor, elsewhere: bool) -> bool:
+        """Tell whether an indexer chose the keys of each row.
+
+        Args:
+            pattern: the pattern.
+            elsewhere: whether other queries attend to keys at the distances that are missing.
+        """
+        if self.part.auxiliary_modules and self.part.o:
+            return True
+        rows = (pattern > 0).any(1)
+        return elsewhere and bool((rows != rows[:1]).any())
+
+    def _allowed(self, back: Tensor, attended: Tensor) -> Tensor:
+        """Return where a query may attend to a key, considering direction and window.
+
+        Args:
+            back: the distance from each query back to each key.
+            attended: where any head attends.
+        """
+        causal = self.cfg.attention_dir == "causal"
+        allowed = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+        window = self.cfg.window_size
+        if not self.is_local or window is None:
+            return allowed
+        ahead = window
+        if not causal and int(-back[attended].min()) == window:  # T5Gemma 2's encoder
+            self.inconclusive(f"{window} tokens ahead are seen, and {window - 1} back as cfg says")
+            ahead += 1
+        queries = len(back)
+        if window > queries:
+            self.inconclusive(f"a window of {window} is longer than the text of {queries} tokens")
+        return allowed & (back < window) & (back > -ahead)

@@ -1,10 +1,11 @@
-"""Views: how the tensor at a site is seen as a canonical activation, and how a new value is written back.
+"""Views: conversions between the tensor at a site and a canonical activation, in both directions.
 
-A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`` (site tensor and new activation to new
-site tensor). `call` describes the module call in progress; most views ignore it. ``put(x, get(x))`` equals ``x``.
+A view has ``get(x, call)`` (site tensor to activation) and ``put(x, new, call)`` (site tensor and
+new activation to new site tensor). `call` describes the module call in progress; most views ignore
+it. ``put(x, get(x))`` equals ``x``.
 """
 
-from adapters.views.attention import (
+from adapters.views.heads import (
     AlibiScores,
     Biased,
     FilledScores,
@@ -90,4 +91,4 @@ __all__ = [
     "through",
     "times",
     "transformed",
-]  # fmt: skip
+]

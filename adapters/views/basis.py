@@ -14,39 +14,44 @@ from adapters.views.views import Call, View
 class Basis(Protocol):
     """A basis: an SAE, a transcoder, directions, a rotation.
 
-    One layer of a cross-layer transcoder, whose features are written at later points, too, has `n_later`, at how many,
-    and ``decode_later(features, ahead)``: what features add at the point that is so many behind their own, from 1.
+    One layer of a cross-layer transcoder also writes to later points. It has `n_later`, the number
+    of these points, and ``decode_later(features, ahead)``, which returns the contribution of its
+    features `ahead` layers later (1 or more).
     """
 
     def encode(self, x: Tensor, /) -> Tensor:
-        """The features ``[..., feature]`` of an activation ``[..., d]``."""
+        """Encode an activation ``[..., d]`` as features ``[..., feature]``."""
 
     def decode(self, features: Tensor, /) -> Tensor:
-        """The part of the activation ``[..., d]`` that features explain."""
+        """Decode features into the part of the activation ``[..., d]`` that they explain."""
 
 
-#: What becomes of what a basis does not explain: it stays, it is left out, or it is this tensor.
+#: The treatment of a basis's reconstruction error: kept, dropped, or replaced by this tensor.
 Error = Literal["keep", "drop"] | Tensor
 
 
 class InBasis(View):
-    """What `inner` sees at the site, as the features of a basis.
+    """The activation that `inner` shows, as the features of a basis.
 
-    What is written back is the activation and what the change of the features makes of it:
-    ``a + decode(new) - decode(old)``. So the same features leave the same bits.
+    An edit adds the change of the decoded features to the activation: ``a + decode(new) -
+    decode(old)``. So unchanged features leave it bit-identical.
 
     Args:
-        name: of the hook point, for errors.
+        name: the name of the hook point, for errors.
         inner: the view of the site's tensor.
         basis: see `Basis`.
-        error: see `Error`. With any but ``"keep"`` the activation becomes ``decode(new)`` and the error.
-        reads: the names of the points that the features are of, and how the last of the call's sources are seen there:
-            one (a transcoder), or several, whose activations `encode` gets as one ``[..., point, d]`` (a crosscoder);
-            none: they are of the activation.
-        skip: what is added to ``decode(new)``, made of what is read; it cancels where the error is kept.
-        stateful: `decode` undoes what the last `encode` remembered, and forgets it (normalisation at run time).
-        on_top: where the error is not kept, what is decoded goes on top of the activation, not in its place: what a
-            cross-layer transcoder of an earlier layer adds.
+        error: see `Error`. Unless it is ``"keep"``, the activation becomes ``decode(new)`` plus the
+            error.
+        reads: the names of the points that are encoded, each with the view of its source (the last
+            sources of the call): one point (a transcoder), or several, whose activations are
+            stacked as ``[..., point, d]`` for `encode` (a crosscoder). None: the activation itself
+            is encoded.
+        skip: a function of the encoder's input, added to ``decode(new)``; it cancels if the error
+            is kept.
+        stateful: `encode` stores a state (run-time normalisation) that the next `decode` undoes and
+            clears.
+        on_top: if the error is not kept, add the decoded features to the activation instead of
+            replacing it, as for a cross-layer transcoder of an earlier layer.
     """
 
     def __init__(
@@ -60,111 +65,141 @@ class InBasis(View):
         stateful: bool = False,
         on_top: bool = False,
     ) -> None:
-        self.name, self.inner, self.basis, self.error = name, inner, basis, error
-        self.reads, self.skip, self.stateful, self.on_top = tuple(reads), skip, stateful, on_top
+        self.name = name
+        self.inner = inner
+        self.basis = basis
+        self.error = error
+        self.reads = tuple(reads)
+        self.skip = skip
+        self.stateful = stateful
+        self.on_top = on_top
         self.contextual = inner.contextual or bool(reads)
-        self.writes_through, self.at_once = inner.writes_through, inner.at_once
+        self.writes_through = inner.writes_through
+        self.at_once = inner.at_once
 
     @property
     def edits_alone(self) -> bool:
-        """Whether an edit changes the activation by what is decoded, and is of that activation alone."""
-        kept = isinstance(self.error, str) and self.error == "keep"
-        return kept and not self.reads and not self.stateful
+        """Tell whether features encode only this activation, and an edit changes it only by the
+        decoded change.
+        """
+        return self._keeps_error and not self.reads and not self.stateful
+
+    @property
+    def _keeps_error(self) -> bool:
+        """Tell whether the reconstruction error stays."""
+        return isinstance(self.error, str) and self.error == "keep"
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.encode(self._read(x, call))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        act, read = self._activation(x, call), self._read(x, call)
-        if isinstance(self.error, str) and self.error == "keep":
-            change = -self.decoded(dense(self.encode(read)), act)
+        act = self._activation(x, call)
+        read = self._read(x, call)
+        if self._keeps_error:
+            before = self.decoded(dense(self.encode(read)), act)
             if self.stateful:
                 self.encode(read)
-            made = act + (self.decoded(new, act) + change)
+            edited = act + (self.decoded(new, act) - before)
         else:
-            made = self.decoded(new, act)
+            if self.stateful:  # the user's function may have run the model, and so the basis
+                self.encode(read)
+            edited = self.decoded(new, act)
             if self.skip is not None:
-                made = made + self.skip(read).to(made.dtype)
+                edited = edited + self.skip(read).to(edited.dtype)
             if isinstance(self.error, Tensor):
-                made = made + self._fitting(self.error, made, "the error that it was given")
+                edited = edited + self._fitting(self.error, edited, "the error that it was given")
             if self.on_top:
-                made = act + made
-        return self.inner.put(x, made, self._own(call))
+                edited = act + edited
+        return self.inner.put(x, edited, self._own(call))
 
     def unexplained(self, act: Tensor, features: Tensor, read: Tensor | None = None) -> Tensor:
-        """What the basis does not explain of an activation.
+        """Compute the reconstruction error of an activation.
 
         Args:
             act: the activation.
-            features: of it, or of what was read.
-            read: what was read, where there is a skip path.
+            features: the features of this activation, or of the points that the basis reads.
+            read: the encoder's input if it is another activation; needed with a skip path, or if
+                `decode` needs what `encode` remembers.
         """
+        if self.stateful:  # what it remembers may be of another run
+            self.encode(act if read is None else read)
         explained = self.decoded(features, act)
-        return act - (explained if self.skip is None or read is None else explained + self.skip(read))
+        if self.skip is not None and read is not None:
+            explained = explained + self.skip(read)
+        return act - explained
 
     def encode(self, x: Tensor) -> Tensor:
-        """The features of an activation."""
+        """Encode an activation as features."""
         try:
             return self.basis.encode(x)
-        except RuntimeError as error:  # torch's own words do not say whose tensors do not fit
-            error.add_note(f"in encode of {self.name}, of an activation {list(x.shape)} of {x.dtype} on {x.device}")
+        except RuntimeError as error:
+            # torch's own error does not name the tensors whose shapes differ.
+            error.add_note(
+                f"in encode of {self.name}, of an activation {list(x.shape)} of {x.dtype} on"
+                f" {x.device}"
+            )
             raise
 
     def decoded(self, features: Tensor, act: Tensor) -> Tensor:
-        """What features explain of an activation, of its shape and type."""
+        """Decode features into an activation's shape and dtype."""
         try:
             return self._fitting(self.basis.decode(features), act, "its decode")
         except RuntimeError as error:
-            error.add_note(f"in decode of {self.name}, of features {list(features.shape)} of {features.dtype}")
+            error.add_note(
+                f"in decode of {self.name}, of features {list(features.shape)} of {features.dtype}"
+            )
             raise
 
-    def _fitting(self, made: Tensor, act: Tensor, what: str) -> Tensor:
-        """What is to be written, in the activation's type.
+    def _fitting(self, x: Tensor, act: Tensor, source: str) -> Tensor:
+        """Cast a tensor that is to be written to the activation's dtype.
 
         Raises:
-            ValueError: it has another shape, or is on another device.
+            ValueError: it has a different shape, or is on a different device.
         """
-        if made.shape != act.shape or made.device != act.device:
+        if x.shape != act.shape or x.device != act.device:
             raise ValueError(
-                f"{self.name}: {what} gives {list(made.shape)} on {made.device}, where the activation is "
-                f"{list(act.shape)} on {act.device}"
+                f"{self.name}: {source} gives {list(x.shape)} on {x.device}, where the"
+                f" activation is {list(act.shape)} on {act.device}"
             )
-        return made.to(act.dtype)
+        return x.to(act.dtype)
 
     def _own(self, call: Call) -> Call:
-        """The call as the site's own view knows it."""
+        """Return the call as the site's own view expects it."""
         if not self.reads:
             return call
-        return Call(call.module, call.args, call.kwargs, call.sources[: -len(self.reads)], call.scratch)
+        sources = call.sources[: -len(self.reads)]
+        return Call(call.module, call.args, call.kwargs, sources, call.scratch)
 
     def _activation(self, x: Tensor, call: Call) -> Tensor:
         act = self.inner.get(x, self._own(call))
-        # The tensor that is written through is changed in place: nothing that autograd keeps may be it.
+        # A written-through tensor is changed in place, so autograd must not keep it.
         return act.clone() if self.writes_through else act
 
     def _read(self, x: Tensor, call: Call) -> Tensor:
-        """What the features are of."""
+        """Return the encoder's input."""
         if not self.reads:
             return self._activation(x, call)
-        sources = zip(self.reads, call.sources[-len(self.reads) :], strict=True)
-        return self.read_in(
-            {name: view.get(seen, Call(module, (seen,), {})) for (name, view), (module, seen) in sources}
-        )
+        activations: dict[str, Tensor] = {}
+        sources = call.sources[-len(self.reads) :]
+        for (name, view), (module, source) in zip(self.reads, sources, strict=True):
+            activations[name] = view.get(source, Call(module, (source,), {}))
+        return self.read_in(activations)
 
     def read_in(self, activations: Mapping[str, Tensor]) -> Tensor:
-        """What the features are of, where they are of other points.
+        """Return the encoder's input, if it is read from other hook points.
 
         Args:
-            activations: of these points, by name.
+            activations: the activations of these points, by name.
         """
-        seen = [activations[name] for name, _ in self.reads]
-        return seen[0] if len(seen) == 1 else torch.stack(seen, -2)
+        read = [activations[name] for name, _ in self.reads]
+        return read[0] if len(read) == 1 else torch.stack(read, -2)
 
 
 def dense(features: Tensor) -> Tensor:
-    """Features as whoever changed them has them, so that their decoding has the same bits.
+    """Return features as a dense tensor, as user edits return them, so that their decoding is
+    bit-identical.
 
     Args:
-        features: sparse or not.
+        features: the features, sparse or dense.
     """
     return features.to_dense() if features.is_sparse else features

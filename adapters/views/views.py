@@ -1,32 +1,35 @@
-"""What a view is, and the simplest ones: how the tensor at a site is seen as a hook point's activation.
+"""Views: conversions between the tensor at a site and a hook point's activation.
 
-A hook point stands where torch lets us stand (`adapters.points.Site`), and the tensor there rarely has the shape that
-the point promises: heads lie in columns, tokens in rows, queries, keys and values in one fused output. A `View` is the
-pair of functions between the two.
+A hook point stands where torch can hook (`adapters.points.Site`), and the tensor there rarely has
+the shape that the point promises: heads lie in columns, tokens in rows, queries, keys and values in
+one fused output. A `View` is the pair of functions between the two.
 
-**In**: the tensor at the site, and the `Call` of the module in progress (its arguments, and what was seen at other
-sites that the point named as sources).
+**In**: the tensor at the site, and the `Call` of the module in progress (its arguments, and the
+tensors at the point's source sites).
 
-**Out**: ``get(x, call)`` is the activation; ``put(x, new, call)`` is the tensor that takes the place of ``x`` when the
-activation is to be ``new``.
+**Out**: ``get(x, call)`` is the activation; ``put(x, new, call)`` is the tensor that replaces ``x``
+when the activation is set to ``new``.
 
-**What holds of every view**:
+**Properties of every view**:
 
-1. ``put(x, get(x))`` is ``x``. `verify` tries it at every hook point.
-2. `get` and `put` are of one place: they do not run the model.
-3. A view says of itself what who uses it has to know: whether `get` returns the site's own tensor (`identity`), looks
-   at the call (`contextual`), may be asked after the run (`deferrable`, `at_once`), sees rows one by one (`by_row`), or
-   is written through in place, so that the skip connection sees it, too (`writes_through`).
-4. Views compose: `Composed(inner, outer)` is what `outer` sees of what `inner` sees. A basis of the user's is one more
-   view on top (`adapters.views.basis`).
+1. ``put(x, get(x))`` is ``x``. `verify` tests it at every hook point.
+2. `get` and `put` are local: they do not run the model.
+3. A view declares whether `get` returns the site's own tensor (`identity`), reads the call
+   (`contextual`), may run after the pass (`deferrable`, `at_once`), processes rows independently
+   (`by_row`), or is written through in place, so that the skip connection sees it, too
+   (`writes_through`).
+4. Views compose: `Composed(inner, outer)` applies `outer` to what `inner` shows. A user's basis is
+   one more view on top (`adapters.views.basis`).
 
-Beside views stands `Affine`, a link of a chain ``x * weight * factor + plus`` that a tensor goes through in a block: a
-constant or a parameter that a declaration names. It computes itself forward (`of`), for a term of a sum (`linear`), and
-backward (`undone`).
+`Affine` is a link of a chain ``x * weight * factor + plus`` that a tensor goes through in a block:
+a constant or a parameter that a declaration names. It is computed forward (`of`), for a term of a
+sum (`linear`), and backward (`undone`).
 
-**It refuses** an edit that cannot be undone: behind a weight with zeros, or in place of a leaf of the autograd graph.
+**Errors**: an edit that cannot be inverted raises an error: after a weight with zeros, or in place
+of a leaf of the autograd graph.
 
-**It does not know** who listens, where a tensor is cut over processes (`adapters.spread`), or which model it is of.
+**Independent of** listeners, of the sharding of tensors over processes (`adapters.spread`), and of
+the model.
 """
 
 from __future__ import annotations
@@ -42,50 +45,55 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a module is called with: the names of its arguments, and which of them is the first tensor.
-# ----------------------------------------------------------------------------------------------------------------------
+from adapters.views.values import Fingerprint, fingerprint, is_readable
+
+# --------------------------------------------------------------------------------------------------
+# The call of a module: the names of its arguments, and which of them is the first tensor.
+# --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a forward function takes, in order, without the module itself."""
+    """Return the names of a forward function's arguments, in order, without the module itself."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def place_of_input(module: nn.Module, args: Args, kwargs: Kwargs) -> int | str | None:
-    """Where the first tensor stands that a module is called with: its place among `args`, or its name among `kwargs`.
-
-    None where there is none.
+    """Return where the first tensor is passed in a module's call: its index in `args`, or its name
+    in `kwargs`; None if there is none.
 
     Args:
-        module: which is called.
-        args, kwargs: with these.
+        module: the module that is called.
+        args, kwargs: the arguments of the call.
     """
     if args and isinstance(args[0], Tensor):
         return 0
-    place = next((place for place, x in enumerate(args) if isinstance(x, Tensor)), None)
-    if place is not None:
-        return place
-    names = (*names_of(type(module).forward), *kwargs)
-    return next((name for name in names if isinstance(kwargs.get(name), Tensor)), None)
+    for place, x in enumerate(args):
+        if isinstance(x, Tensor):
+            return place
+    for name in (*names_of(type(module).forward), *kwargs):
+        if isinstance(kwargs.get(name), Tensor):
+            return name
+    return None
 
 
-#: What a module is called with.
+#: The positional arguments of a module's call.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a hooked module, as the views see it.
+    """The current call of a hooked module, as views see it.
 
     Attributes:
         module: the module being called.
-        args, kwargs: what it was called with.
-        sources: for each of the point's source sites, the module that was called there and the tensor seen there.
-        scratch: a dictionary shared by the points that stand on this site, for this call only.
-        private: the tensor at the site was made for the one hook point there: nobody else holds it.
+        args, kwargs: the arguments of the call.
+        sources: for each of the point's source sites, the module that was called there and its
+            tensor.
+        scratch: a dictionary shared by the points on this site, for this call only.
+        private: whether the tensor at the site was made for its only hook point and has no other
+            reference.
     """
 
     module: nn.Module
@@ -97,120 +105,145 @@ class Call:
 
     @property
     def input(self) -> Tensor:
-        """The first tensor that the module is given."""
+        """Return the first tensor passed to the module."""
         if self.args and isinstance(self.args[0], Tensor):
             return self.args[0]
         place = place_of_input(self.module, self.args, self.kwargs)
-        found: Tensor = self.args[place] if isinstance(place, int) else self.kwargs[place or ""]
-        return found
+        x: Tensor = self.args[place] if isinstance(place, int) else self.kwargs[place or ""]
+        return x
 
     @property
     def told(self) -> Kwargs:
-        """What the module is called with by name beside its input, such as the adapter of each row (PEFT)."""
+        """Return the keyword arguments of the call besides its input, such as each row's adapter
+        (PEFT).
+        """
         return {name: value for name, value in self.kwargs.items() if value is not self.input}
 
     def without_graph(self) -> Call:
-        """The same call, for what is kept: its tensors without a graph, and not the keys and values of a past."""
+        """Return a copy of the call that can be kept: with tensors detached, and without a cache of
+        keys and values.
+        """
         args = tuple([x.detach() for x in self.args if isinstance(x, Tensor)])
-        kwargs = {
-            name: x.detach() if isinstance(x, Tensor) else x  # a list: of each row (PEFT)
-            for name, x in self.kwargs.items()
-            if isinstance(x, Tensor | list)
-        }
+        kwargs: Kwargs = {}
+        for name, x in self.kwargs.items():
+            if isinstance(x, Tensor):
+                kwargs[name] = x.detach()
+            elif isinstance(x, list):  # one entry per row (PEFT)
+                kwargs[name] = x
         return Call(self.module, args, kwargs, self.sources, self.scratch)
 
 
-#: For views that do not look at the call.
+#: For views that do not read the call.
 NO_CALL = Call(nn.Identity(), (), {})
 
 
 def split(x: Tensor, n: int) -> Tensor:
-    """``... (n d) -> ... n d``, a view. (`Tensor.unflatten` does the same through several layers of Python.)"""
+    """Reshape ``... (n d) -> ... n d``, as a view. (`Tensor.unflatten` does the same through
+    several layers of Python.)
+    """
     return x.view(*x.shape[:-1], n, x.shape[-1] // n)
 
 
 class Deferred:
-    """What a view would show, computed when it is asked for.
+    """An activation that is computed when it is first read.
 
     Args:
-        view: one that is `deferrable`.
+        view: a `deferrable` view.
         x: the tensor at its site.
         call: the call that it came from.
-        waits: whether it may be computed later than now.
+        waits: whether it may be computed later.
     """
 
-    __slots__ = ("_seen", "call", "view", "waits", "x")
+    __slots__ = ("_noted", "_seen", "call", "view", "waits", "x")
 
     def __init__(self, view: View, x: Tensor, call: Call, waits: bool = True) -> None:
-        self.view, self.x, self.call, self.waits = view, x, call, waits
-        self._seen = self._versions()
+        self.view = view
+        self.x = x
+        self.call = call
+        self.waits = waits
+        self._seen = self._state()
+        self._noted: list[Fingerprint] | None = None
 
-    def _versions(self) -> tuple[int, ...]:
-        """Of what it is computed from."""
-        x = self.x
-        own = -1 if x.is_inference() else x._version
-        if not self.view.contextual:
-            return (own,)
-        given = self.call.input
-        return own, -1 if given.is_inference() else given._version
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that it is computed from."""
+        return (self.x, self.call.input) if self.view.contextual else (self.x,)
+
+    def _state(self) -> tuple[object, ...]:
+        """Return the versions of these tensors, and the module's constants that the computation
+        needs."""
+        versions = [-1 if x.is_inference() else x._version for x in self.tensors()]
+        return (*versions, *self.view.constants(self.call))
+
+    def note_values(self) -> None:
+        """Record the tensors' values, before other code may write to them without changing their
+        version counter."""
+        if self._noted is None and all(map(is_readable, self.tensors())):
+            self._noted = [fingerprint(x, whole=True) for x in self.tensors()]
 
     @property
     def keeps_more(self) -> bool:
-        """Whether it keeps more in memory than the activation would take."""
+        """Tell whether it keeps more memory alive than the activation would take."""
         return self.view.contextual
 
     @property
     def n_rows(self) -> int:
-        """How many rows it has, where its view sees each by itself."""
+        """Return the number of rows, if the view is computed row by row."""
         return self.x.shape[-2]
 
     def _at_site(self, rows: slice | Tensor | None) -> Tensor:
-        """The tensor at its site, or some of its rows."""
+        """Return the tensor at the site, or some of its rows."""
         return self.x if rows is None else self.x[..., rows, :]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what it is computed from, row by row."""
+        """Return the shape of the tensors it is computed from, without their row axis."""
         return tuple(self.x.shape)
 
     def of_heads(self, heads: Tensor) -> Deferred | None:
-        """The same of some heads of scores or a pattern; None: they cannot be computed alone.
+        """Return the deferred scores or pattern of some heads; None if heads cannot be computed
+        separately.
 
         Args:
-            heads: which, in ascending order, on the CPU.
+            heads: the indices of the heads, in ascending order, on the CPU.
         """
         return None
 
     def part(self, name: str, heads: Any, queries: Any) -> Tensor | None:
-        """Some heads and queries of scores or a pattern, all axes there; None: it cannot be computed in parts.
+        """Compute some heads and queries of scores or a pattern, with all axes kept; None where
+        they cannot be computed in parts.
 
         Args:
-            name: of the hook point, for the error.
-            heads, queries: what these axes are indexed with; None: all.
+            name: the name of the hook point, for the error.
+            heads, queries: the indices of these axes; None: all.
         """
         return None
 
     def check(self, name: str) -> None:
-        """Refuses to compute it from other numbers.
+        """Raise an error if the tensors that it is computed from have changed.
 
         Args:
-            name: of the hook point, for the error.
+            name: the name of the hook point, for the error.
 
         Raises:
-            RuntimeError: what it is computed from was changed in place since.
+            RuntimeError: one of these tensors, or the module, was changed since.
         """
-        if self._versions() != self._seen:
-            raise RuntimeError(f"{name} cannot be computed any more: what it is made from was changed in place")
+        unchanged = self._state() == self._seen
+        if unchanged and self._noted is not None:
+            unchanged = self._noted == [fingerprint(x, whole=True) for x in self.tensors()]
+        if not unchanged:
+            raise RuntimeError(
+                f"{name} cannot be computed any more: what it is made from was changed in place"
+            )
 
     def value(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
-        """The activation.
+        """Compute the activation.
 
         Args:
-            name: of the hook point, for the error.
-            rows: which of its rows, where its view sees each by itself; None: all.
+            name: the name of the hook point, for the error.
+            rows: the indices of rows, where the view is computed row by row; None: all.
 
         Raises:
-            RuntimeError: what it is computed from was changed in place since.
+            RuntimeError: a tensor that it is computed from was changed in place since.
         """
         self.check(name)
         with torch.inference_mode(self.x.is_inference()), torch.no_grad():  # as in the run
@@ -218,33 +251,44 @@ class Deferred:
 
 
 class View:
-    """The identity: the site's tensor is the activation."""
+    """The identity view: the site's tensor is the activation."""
 
-    #: True where `get` returns the site's own tensor: of a view that has no `get` and no `put` of its own, or says so.
+    #: True where `get` returns the site's own tensor: the view has no `get` and no `put` of its
+    #: own, or declares it.
     identity: bool = True
-    #: True where `get` and `put` look at the call.
+    #: True where `get` and `put` read the call.
     contextual: bool = False
-    #: True where `get` computes something from the site's tensor and the module's input alone: it can wait until asked.
+    #: True where `get` needs only the site's tensor and the module's input, so that it can be
+    #: computed after the run.
     deferrable: bool = False
-    #: True where the model writes over the site's tensor afterwards: `get` cannot wait.
+    #: True where the model later overwrites the site's tensor: `get` must run immediately.
     at_once: bool = False
-    #: True where `get` computes each row ``[..., row, :]`` from the same row of the site's tensor alone.
+    #: True where `get` computes each row ``[..., row, :]`` from the same row of the site's tensor
+    #: alone.
     by_row: bool = False
-    #: The parameters of the module, an entry for each head, that `get` and `put` look for in ``call.scratch``, and then
-    #: in the module: where processes share the heads, the module has those of some heads.
+    #: The parameters of the module, an entry for each head, that `get` and `put` look up in
+    #: ``call.scratch``, and then in the module. Where processes share the heads, the module has
+    #: only some of the entries.
     parameters: tuple[str, ...] = ()
-    #: True where an edit is copied into the site's tensor, so that everyone who holds that tensor sees it.
+    #: True where an edit is copied into the site's tensor, so that every holder of that tensor sees
+    #: it.
     writes_through: bool = False
+
+    def constants(self, call: Call) -> tuple[object, ...]:
+        """Return the constants of the module, such as an epsilon, that a deferred `get` needs
+        besides the tensors."""
+        return ()
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        above = next(each for each in cls.__mro__[1:] if issubclass(each, View))
-        if "identity" not in vars(cls) and not (cls.get is above.get and cls.put is above.put):
+        base = next(other for other in cls.__mro__[1:] if issubclass(other, View))
+        if "identity" not in vars(cls) and (cls.get, cls.put) != (base.get, base.put):
             cls.identity = False
 
     @property
     def can_wait(self) -> bool:
-        """Whether `get` may be asked after the run: it needs no more of the call than the module's input."""
+        """Tell whether `get` may be called after the run, because it needs only the module's
+        input."""
         return (self.deferrable or not self.contextual) and not self.at_once
 
     def get(self, x: Tensor, call: Call) -> Tensor:
@@ -264,14 +308,17 @@ class View:
 
 
 class Branch(View):
-    """One of several readers of a tensor: its edit, and its gradient, are of that reader alone."""
+    """A view for one of several readers of a tensor: edits and gradients concern only that
+    reader."""
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x.view_as(x) if x.requires_grad else x
 
 
 class WriteThrough(View):
-    """The tensor that enters a norm is also the skip connection: an edit is made in place, and both see it."""
+    """A view of a norm's input that is also the skip connection: edits are made in place, so that
+    both see them.
+    """
 
     identity = writes_through = True
 
@@ -285,25 +332,26 @@ class WriteThrough(View):
 
 
 class Derived(View):
-    """A view whose activation is computed, not a part of the site's tensor."""
+    """A view whose activation is computed from the site's tensor and not a slice of it."""
 
     contextual = True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tensors of the stream's shape: scaled, copied, without a batch axis, in rows.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Affine:
-    """``x * weight * factor + plus``: a link of a chain that a tensor goes through, in constants and parameters.
+    """One link in a chain of transforms, made of constants and parameters: ``x * weight * factor +
+    plus``.
 
     Attributes:
         factor: a constant.
-        weight, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number. `plus` may be a table
-            with a row for each place, or a buffer.
-        squashed: it is the weight's `tanh` that is multiplied with (a gate).
+        weight, plus: parameters of the block, by their paths in it: ``[d_model]``, or one number.
+            `plus` may be a table with a row for each position, or a buffer.
+        squashed: whether the factor is the weight's `tanh` (a gate).
     """
 
     factor: float = 1.0
@@ -313,71 +361,77 @@ class Affine:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The paths of its parameters."""
+        """Return the paths of its parameters."""
         return tuple(path for path in (self.weight, self.plus) if path)
 
     def linear(self, x: Tensor, block: nn.Module) -> Tensor:
-        """What it makes of a tensor ``[..., d_model]``, without `plus`."""
-        weight = self._weight(block)
-        return x * (self.factor if weight is None else weight)
+        """Apply the scaling to a tensor ``[..., d_model]``, without `plus`."""
+        return x * self._weight(block)
 
     def of(self, x: Tensor, block: nn.Module) -> Tensor:
-        """What it makes of a tensor ``[..., d_model]``."""
+        """Apply the affine map to a tensor ``[..., d_model]``."""
         y = self.linear(x, block)
         return y if self.plus is None else y + self._plus(block, y)
 
     def undone(self, y: Tensor, block: nn.Module) -> Tensor:
-        """The tensor that it makes this one of.
+        """Invert the affine map.
 
         Raises:
-            ValueError: its weight has zeros: no tensor would become this one.
+            ValueError: its weight has zeros, so that it has no inverse.
         """
         weight = self._weight(block)
-        if weight is not None and not (torch.compiler.is_dynamo_compiling() or weight.is_meta or is_fake(weight)):
+        if isinstance(weight, Tensor) and not (
+            torch.compiler.is_dynamo_compiling() or weight.is_meta or is_fake(weight)
+        ):
             zeros = int((weight == 0).sum())
             if zeros:
                 raise ValueError(
-                    f"{self.weight} of {type(block).__name__}, which the model multiplies with, has {zeros} zeros of "
-                    f"{weight.numel()}: what is added to the stream cannot be changed behind it, nor has it a gradient "
-                    "there. Use what the part puts out before it, its own hook_out"
+                    f"{self.weight} of {type(block).__name__}, which the model multiplies with, has"
+                    f" {zeros} zeros of {weight.numel()}: what is added to the stream cannot be"
+                    " changed behind it, nor has it a gradient there. Use what the part puts out"
+                    " before it, its own hook_out"
                 )
-        y = y if self.plus is None else y - self._plus(block, y)
-        return y / (self.factor if weight is None else weight)
+        return (y if self.plus is None else y - self._plus(block, y)) / weight
 
     def _plus(self, block: nn.Module, like: Tensor) -> Tensor:
-        """What is added to a tensor ``[..., d_model]``, or ``[batch, pos, d_model]``."""
-        holder, _, name = (self.plus or "").rpartition(".")
-        held: Tensor = getattr(block.get_submodule(holder), name)
-        return held if held.ndim < 2 else held.reshape(-1, held.shape[-1])[: like.shape[-2]]
+        """Return the term added to a tensor ``[..., d_model]``, or ``[batch, pos, d_model]``."""
+        owner, _, name = (self.plus or "").rpartition(".")
+        term: Tensor = getattr(block.get_submodule(owner), name)
+        if term.ndim < 2:
+            return term
+        rows = term.reshape(-1, term.shape[-1])
+        return rows[: like.shape[-2]]
 
-    def _weight(self, block: nn.Module) -> Tensor | None:
+    def _weight(self, block: nn.Module) -> Tensor | float:
+        """Return the factor, including the parameter."""
         if self.weight is None:
-            return None
+            return self.factor
         weight = block.get_parameter(self.weight)
         return (torch.tanh(weight) if self.squashed else weight) * self.factor
 
 
-#: What a tensor goes through, link by link.
+#: The affine maps that a tensor goes through, in order.
 Chain = tuple[Affine, ...]
 
 
 def times(factor: float) -> Chain:
-    """The chain that multiplies with a constant; without a link where that is one."""
+    """Return the chain that multiplies by a constant; it is empty if the constant is one."""
     return () if factor == 1 else (Affine(factor),)
 
 
 def parameters_of(chain: Chain) -> tuple[str, ...]:
-    """The paths of all its parameters."""
+    """Return the paths of all parameters of a chain."""
     return tuple(path for link in chain for path in link.parameters)
 
 
 def constant_of(chain: Chain) -> float | None:
-    """What a chain multiplies with, whatever it adds; None where parameters multiply, too."""
+    """Return a chain's constant factor, whatever it adds; None if it also multiplies by
+    parameters."""
     return None if any(link.weight for link in chain) else math.prod(link.factor for link in chain)
 
 
 def transformed(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
-    """What a chain makes of a tensor.
+    """Apply a chain to a tensor.
 
     Args:
         chain: the links.
@@ -390,7 +444,8 @@ def transformed(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
 
 
 def linearly(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
-    """The same without what it adds: what it makes of a term of a sum, or of a matrix that writes it."""
+    """Apply a chain without its additions, as needed for a term of a sum, or for a matrix that
+    writes one."""
     for link in chain:
         x = link.linear(x, block)
     return x
@@ -398,9 +453,10 @@ def linearly(chain: Chain, x: Tensor, block: nn.Module) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Adjusted(View):
-    """What a module returns, behind a chain, before it is added.
+    """A module's output, transformed by a chain before it is added.
 
-    The chain's parameters are the block's, which is the module of the last source; constants alone need no source.
+    The chain's parameters belong to the block, which is the module of the last source; a chain of
+    constants needs no source.
     """
 
     by: Chain
@@ -410,30 +466,38 @@ class Adjusted(View):
         return bool(parameters_of(self.by))
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return transformed(self.by, x, call.sources[-1][0] if self.contextual else call.module)
+        return transformed(self.by, x, self._block(call))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        block = call.sources[-1][0] if self.contextual else call.module
         for link in reversed(self.by):
-            new = link.undone(new, block)
+            new = link.undone(new, self._block(call))
         return new
+
+    def _block(self, call: Call) -> nn.Module:
+        """Return the module that has the parameters."""
+        return call.sources[-1][0] if self.contextual else call.module
 
 
 def through(chain: Chain) -> View | None:
-    """What a module returns, behind a chain; None where that is the same."""
+    """Return the view of a module's output transformed by a chain; None if the chain changes
+    nothing.
+    """
     factor = None if parameters_of(chain) else constant_of(chain)
     chain = chain if factor is None else times(factor)
     return Adjusted(chain) if chain else None
 
 
 class Copied(View):
-    """Of a tensor that the model writes over afterwards, a copy of what `inner` sees; of what is put, a copy, too."""
+    """A copy of a tensor that the model later overwrites, viewed through `inner`; a written value
+    is copied too.
+    """
 
     at_once = True
 
     def __init__(self, inner: View) -> None:
         self.inner = inner
-        self.writes_through, self.contextual = inner.writes_through, inner.contextual
+        self.writes_through = inner.writes_through
+        self.contextual = inner.contextual
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return self.inner.get(x, call).clone()
@@ -443,7 +507,9 @@ class Copied(View):
 
 
 class WithBatchAxis(Derived):
-    """A tensor with one row for all of the batch (position embeddings), shown with the batch axis of its source."""
+    """A tensor with one row for the whole batch (position embeddings), shown with the batch axis of
+    its source.
+    """
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         batch = call.sources[0][1].shape[0]
@@ -456,12 +522,14 @@ class WithBatchAxis(Derived):
 
 @dataclass(frozen=True, repr=False)
 class SeveralStreams(View):
-    """``batch pos (stream d_model) -> batch pos stream d_model``; streams that have an axis stay as they are.
+    """Several residual streams, shown as ``batch pos (stream d_model) -> batch pos stream
+    d_model``; streams that already have an axis are unchanged.
 
     Attributes:
-        n_streams: how many.
-        first: their axis is the first (AltUp). The first stream begins with the embeddings. How the others are made of
-            it, and one of them all behind the blocks, is not declared.
+        n_streams: the number of streams.
+        first: whether the stream axis is the first (AltUp). The first stream begins with the
+            embeddings; how the others are made from it, and how they are combined after the blocks,
+            is not declared.
     """
 
     n_streams: int
@@ -480,7 +548,8 @@ class SeveralStreams(View):
 
 @dataclass(frozen=True, repr=False)
 class StreamWeights(View):
-    """Weights of streams, with the one that the model adds (AltUp): of what each becomes, and of what each gets.
+    """The weights of streams, including the 1 that the model adds (AltUp): either mixing weights,
+    or the weights with which each stream receives the result.
 
     ``... (to_stream stream) -> ... stream to_stream``, or ``... stream -> ... stream``.
     """
@@ -490,21 +559,26 @@ class StreamWeights(View):
     def get(self, x: Tensor, call: Call) -> Tensor:
         if x.shape[-1] == self.n_streams:
             return x + 1
-        return split(x, self.n_streams).mT + torch.eye(self.n_streams, dtype=x.dtype, device=x.device)
+        return split(x, self.n_streams).mT + self._identity(x)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if x.shape[-1] == self.n_streams:
             return new - 1
-        return (new - torch.eye(self.n_streams, dtype=x.dtype, device=x.device)).mT.flatten(-2)
+        return (new - self._identity(x)).mT.flatten(-2)
+
+    def _identity(self, x: Tensor) -> Tensor:
+        """Return the identity matrix."""
+        return torch.eye(self.n_streams, dtype=x.dtype, device=x.device)
 
 
 @dataclass(frozen=True, repr=False)
 class PositionsFirst(View):
-    """``pos batch ... -> batch pos ...`` (XLNet).
+    """Tensors that have positions before the batch: ``pos batch ... -> batch pos ...`` (XLNet).
 
     Attributes:
-        embeddings: of a stack, whether the embeddings before its blocks are given positions first, too.
-        end: likewise the norm behind them and the output layer (ChatGLM 2, whose embeddings are not).
+        embeddings: for a stack, whether the embeddings before its blocks have positions first too.
+        end: whether the norm after the blocks and the output layer do (ChatGLM 2, whose embeddings
+            have the batch first).
     """
 
     embeddings: bool = True
@@ -515,28 +589,34 @@ class PositionsFirst(View):
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         turned = new.transpose(0, 1)
-        return turned.contiguous() if x.is_contiguous() else turned  # the model may take a view of it (FSMT)
+        # The model may take a view of it (FSMT).
+        return turned.contiguous() if x.is_contiguous() else turned
 
 
 @dataclass(frozen=True, repr=False)
 class FlatRows(View):
-    """``(batch pos) d -> batch pos d``, with the batch size of the last source (a module that works on rows).
+    """The rows of a module without a batch axis: ``(batch pos) d -> batch pos d``, with the batch
+    size of the last source.
 
     Attributes:
-        heads: ``(batch pos head) d -> batch pos head d``, with the number of positions of that source, too.
+        heads: ``(batch pos head) d -> batch pos head d``, also with that source's number of
+            positions.
     """
 
     heads: bool = False
 
     def get(self, x: Tensor, call: Call) -> Tensor:
-        return x if x.ndim > 2 else x.unflatten(0, (*call.sources[-1][1].shape[: 1 + self.heads], -1))
+        if x.ndim > 2:
+            return x
+        axes = call.sources[-1][1].shape[: 1 + self.heads]
+        return x.unflatten(0, (*axes, -1))
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         return new if x.ndim > 2 else new.flatten(0, 1 + self.heads)
 
 
 class ExpertRows(View):
-    """``... row d -> row d``: what an expert is given may have axes of one (Hunyuan)."""
+    """The input of an expert, ``... row d -> row d``: it may have axes of size one (Hunyuan)."""
 
     def get(self, x: Tensor, call: Call) -> Tensor:
         return x if x.ndim == 2 else x.flatten(0, -2)
@@ -546,22 +626,27 @@ class ExpertRows(View):
 
 
 class Composed(View):
-    """What `inner` sees at the site, seen through `outer`.
+    """The composition of two views: `outer` applied to the result of `inner`.
 
     Args:
         inner: the view of the site's tensor.
-        outer: the view of what `inner` shows.
+        outer: the view applied to the result of `inner`.
     """
 
     def __init__(self, inner: View, outer: View) -> None:
-        self.inner, self.outer = inner, outer
+        self.inner = inner
+        self.outer = outer
         self.writes_through = inner.writes_through
         self.contextual = inner.contextual or outer.contextual
         self.parameters = (*inner.parameters, *outer.parameters)
 
+    def constants(self, call: Call) -> tuple[object, ...]:
+        return (*self.inner.constants(call), *self.outer.constants(call))
+
     def get(self, x: Tensor, call: Call) -> Tensor:
         act = self.outer.get(self.inner.get(x, call), call)
-        # What is written through takes the site's place in the graph: it must not be a view of what it replaces.
+        # A written-through tensor takes the site's place in the autograd graph: it must not be a
+        # view of the tensor that it replaces.
         return act.clone() if self.writes_through and act.requires_grad else act
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:

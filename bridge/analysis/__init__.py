@@ -1,1 +1,1 @@
-"""What activations and weights say: the residual stream in parts, attribution, lenses, heads, singular vectors."""
+"""Analyses of activations and weights: attribution, lenses, heads, singular vectors."""

@@ -1,23 +1,24 @@
-"""Analysis: what the activations and the weights of one run say, without running the model again.
+"""Analyses of the activations and the weights of one run, without running the model again.
 
-What comes in: an `AnalysedRun` (an `ActivationCache`): activations by name, and the model that made them. What goes
-out: tensors with an axis of components, and their names.
+Input: an `AnalysedRun` (an `ActivationCache`), with activations by name and the model that made
+them. Output: tensors with an axis of components, and the names of the components.
 
-The mechanism, in order:
+1. This file defines the interface of a run for analyses, picks positions, rows and neurons
+   (`pick`), and requests activations by name (`require`). It raises an error that names what to
+   cache if one is missing.
+2. `bridge.analysis.layer_outputs` computes the outputs of heads, neurons and biases of a layer from
+   a few activations and weights, through the norm that follows them.
+3. `bridge.analysis.decomposition` follows the residual steps that the architecture declares, and
+   returns their terms.
+4. `bridge.analysis.residual` has the methods of a cache that use these: decomposition of the
+   stream, attribution to logits.
+5. `bridge.analysis.logit_lens` (each layer read as next tokens), `bridge.analysis.head_detector`
+   (previous-token, duplicate-token and induction heads) and `bridge.analysis.svd` (singular
+   vectors, composition) are independent.
 
-1. This file says what a study may ask of a run and of a model, picks positions, rows and neurons (`pick`), asks for
-   activations by name (`require`, which says what to cache where one is missing), and refuses by name.
-2. `bridge.analysis.layer_outputs`: what heads, neurons and biases of a layer write, from a few activations and
-   weights, through the norm that stands behind them.
-3. `bridge.analysis.decomposition`: walks the recipe of the stream as the architecture declares it, and gives its
-   terms.
-4. `bridge.analysis.residual`: the methods of a cache that use these: the stream in parts, attribution to logits.
-5. `bridge.analysis.logit_lens` (each layer read as next tokens), `bridge.analysis.head_detector` (previous-token,
-   duplicate and induction heads) and `bridge.analysis.svd` (singular vectors, composition) stand on their own.
-
-Sums are sums: a decomposition adds up to the stream, an attribution to the logit, or it is refused (`refuse_no_sum`,
-`refuse_no_logit_sum`, `refuse_no_stream`). It must not know of families: what is not in the declared recipe is not
-assumed.
+A decomposition sums to the stream, and an attribution to the logit; otherwise an error is raised
+(`refuse_no_sum`, `refuse_no_logit_sum`, `refuse_no_stream`). The code does not depend on model
+families: it assumes nothing beyond the declared residual steps.
 """
 
 from __future__ import annotations
@@ -32,36 +33,41 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from bridge.hooks.arguments import listed
-from bridge.hooks.asked import StudiedBridge
+from bridge.arguments import listed
+from bridge.hooks.studied_bridge import StudiedBridge
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Refuses a model whose runs differ by dropout.
+    """Reject a model whose runs differ because of dropout.
 
     Raises:
         ValueError: it is in training mode.
     """
     if model.training:
-        raise ValueError("the model is in training mode, in which runs differ by dropout: call bridge.eval() first")
+        raise ValueError(
+            "the model is in training mode, in which runs differ by dropout: call bridge.eval()"
+            " first"
+        )
 
 
 def refuse_no_sum(model: StudiedBridge, *, of_normed: bool = False) -> None:
-    """Refuses a model whose residual stream cannot be taken apart into what was written to it.
+    """Reject a model whose residual stream cannot be decomposed into a sum of written terms.
 
     Args:
         model: the bridge.
-        of_normed: norms on the stream itself are gone through, term by term.
+        of_normed: allow norms on the stream itself: each term is passed through them.
 
     Raises:
-        ValueError: its stream is no sum; the message says why.
+        ValueError: its stream is not such a sum; the message says why.
     """
     if reason := model.architecture.why_no_sum(of_normed=of_normed):
-        raise ValueError(f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part")
+        raise ValueError(
+            f"{model.cfg.model_name}: {reason}. The hook points show each stream and each part"
+        )
 
 
 def refuse_no_logit_sum(model: StudiedBridge) -> None:
-    """Refuses a model whose logits are no sum over the terms of its residual stream.
+    """Reject a model whose logits are not linear in the terms of its residual stream.
 
     Args:
         model: the bridge.
@@ -74,27 +80,27 @@ def refuse_no_logit_sum(model: StudiedBridge) -> None:
 
 
 def refuse_no_stream(model: StudiedBridge) -> None:
-    """Refuses a model without one list of blocks, or whose blocks carry several residual streams.
+    """Reject a model without a single list of blocks, or whose blocks carry several streams.
 
     Args:
         model: the bridge.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it has no single list of blocks, or several streams.
     """
     if "blocks.0.hook_resid_pre" not in model.hook_dict:
         raise ValueError(
-            f"{model.cfg.model_name} has no single list of blocks: decompositions and lenses are for models with one "
-            "residual stream; its activations can be read by name"
+            f"{model.cfg.model_name} has no single list of blocks: decompositions and lenses are"
+            " for models with one residual stream; its activations can be read by name"
         )
     model.architecture.refuse_several_streams(model.cfg.model_name)
 
 
 class AnalysedRun(Mapping[str, Tensor]):
-    """The activations of one run by hook name, and the model that made them.
+    """The activations of one run by hook name, and the model that computed them.
 
     Attributes:
-        has_batch_dim: whether they have their batch axis.
+        has_batch_dim: whether the activations have a batch axis.
     """
 
     has_batch_dim: bool
@@ -102,48 +108,61 @@ class AnalysedRun(Mapping[str, Tensor]):
     @property
     @abstractmethod
     def model(self) -> StudiedBridge:
-        """The model that made them."""
+        """Return the model that produced the activations."""
 
     @abstractmethod
     def module_of_the_run(self, name: str) -> nn.Module:
-        """The module at a hook point, with the weights that it had in the run."""
+        """Return the module at a hook point, with the weights that it had in the run."""
 
     @property
     @abstractmethod
     def cache_dict(self) -> dict[str, Tensor]:
-        """All of them, by canonical name."""
+        """Return all activations, by canonical name."""
 
     @abstractmethod
     def part(self, name: str, layer: int | None = None, *, heads: Index = None) -> Tensor:
-        """Some heads of one of them, of which no others are computed where nobody has yet."""
+        """Return some heads of an activation. If the activation is deferred, only these heads are
+        computed.
+        """
 
 
 @runtime_checkable
-class HasSlice(Protocol):
-    """An object that holds what picks from an axis, as HookedTransformer's `Slice`."""
+class _HasSlice(Protocol):
+    """An object that contains an index along an axis, such as HookedTransformer's `Slice`."""
 
-    slice: Any  # whatever `Plain` allows, or a tuple
+    slice: Any  # any `Plain` index, or a tuple
     mode: str
 
 
-#: What picks from an axis: an index (the axis goes); ``(stop,)``, ``(start, stop)`` or ``(start, stop, step)``; a
-#: slice; a list or tensor of indices; an object that holds one of these; None: everything.
-Index = int | np.integer | slice | tuple[int | None, ...] | Sequence[int] | np.ndarray | Tensor | HasSlice | None
+#: An index along an axis: an int (which removes the axis); ``(stop,)``, ``(start, stop)`` or
+#: ``(start, stop, step)``; a slice; a list or tensor of indices; an object that holds one of these;
+#: None: everything.
+Index = (
+    int
+    | np.integer
+    | slice
+    | tuple[int | None, ...]
+    | Sequence[int]
+    | np.ndarray
+    | Tensor
+    | _HasSlice
+    | None
+)
 
 
-#: The same in the ways that torch itself understands.
+#: The same, in the forms that torch accepts.
 Plain = int | slice | Sequence[int] | np.ndarray | Tensor | None
 
 
 class MissingActivationsError(KeyError):
-    """A cache does not hold what an analysis needs."""
+    """An error for a cache that lacks the activations that an analysis needs."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def plain(index: Index) -> Plain:
-    """What picks from an axis, as an int, a slice, a list, array or tensor of indices, or None.
+    """Convert an index along an axis to an int, a slice, a list, a tensor, or None.
 
     Args:
         index: see `Index`.
@@ -155,17 +174,19 @@ def plain(index: Index) -> Plain:
         (slice(2, 5, None), 3)
     """
     if index is None or isinstance(index, int | slice | list):
-        return index  # a protocol takes longer to ask about
-    chosen = index.slice if isinstance(index, HasSlice) else index
+        return index  # isinstance with a protocol is slower
+    chosen = index.slice if isinstance(index, _HasSlice) else index
     if isinstance(chosen, tuple):
         return slice(*chosen)
-    if isinstance(chosen, np.integer) or (isinstance(chosen, np.ndarray | Tensor) and not chosen.ndim):
+    if isinstance(chosen, np.integer) or (
+        isinstance(chosen, np.ndarray | Tensor) and not chosen.ndim
+    ):
         return int(chosen)
     return chosen
 
 
 def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, "..."]:
-    """A part of a tensor along one axis, chosen as HookedTransformer's `Slice` does.
+    """Select a part of a tensor along one axis, chosen as HookedTransformer's `Slice` does.
 
     Args:
         x: any tensor.
@@ -173,7 +194,7 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
         axis: which axis; negative ones count from the end.
 
     Returns:
-        The part; an int takes the axis away.
+        The part; an int removes the axis.
 
     Raises:
         IndexError: there is no such index.
@@ -193,14 +214,15 @@ def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, ".
 
 
 def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
-    """The activations of these names.
+    """Return the activations of these names.
 
     Args:
         cache: an `ActivationCache`.
         names: hook names or aliases.
 
     Raises:
-        MissingActivationsError: the cache does not hold all of them; it says what to ask `run_with_cache` for.
+        MissingActivationsError: the cache does not hold all of them; the message says what to
+            request from `run_with_cache`.
         UnknownHookError: the model has no such hook point.
 
     Example:
@@ -218,23 +240,24 @@ def require(cache: AnalysedRun, names: Iterable[str]) -> list[Tensor]:
         endings = tuple(dict.fromkeys(re.sub(r"^\w+\.\d+\.", "", name) for name in missing))
         accepts = f"name.endswith({endings if len(endings) > 1 else repr(endings[0])})"
         raise MissingActivationsError(
-            f"the cache does not hold {listed(missing)}, which this needs. run_with_cache keeps them "
-            f"without a names_filter, or with one that accepts {accepts} as well, in a run through all layers that "
-            "starts from tokens"
+            f"the cache does not hold {listed(missing)}, which this needs. run_with_cache keeps"
+            f" them without a names_filter, or with one that accepts {accepts} as well, in a run"
+            " through all layers that starts from tokens"
         )
     return [cache[name] for name in names]
 
 
 def layer_of(model: StudiedBridge, layer: int | None, mlp_input: bool = False) -> int:
-    """The layer whose input is meant: None and -1 are the end of the residual stream, as in HookedTransformer.
+    """Return the layer whose input is requested; None and -1 mean the end of the residual stream.
 
     Args:
         model: the bridge.
         layer: in ``[0, n_layers]``, or -1 or None.
-        mlp_input: the input of that layer's MLP is meant.
+        mlp_input: request the input of that layer's MLP.
 
     Raises:
-        ValueError: there is no such layer, or no such stream of a model with an encoder and a decoder.
+        ValueError: there is no such layer, or no such stream of a model with an encoder and a
+            decoder.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -246,7 +269,11 @@ def layer_of(model: StudiedBridge, layer: int | None, mlp_input: bool = False) -
     n = model.cfg.n_layers
     layer = n if layer is None or layer == -1 else layer
     if not 0 <= layer <= n:
-        raise ValueError(f"layer is {layer}; it must be from 0 to {n}, or -1 or None for the end of the stream")
+        raise ValueError(
+            f"layer is {layer}; it must be from 0 to {n}, or -1 or None for the end of the stream"
+        )
     if mlp_input and layer == n:
-        raise ValueError(f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP")
+        raise ValueError(
+            f"mlp_input=True needs a layer from 0 to {n - 1}: after the last layer there is no MLP"
+        )
     return layer

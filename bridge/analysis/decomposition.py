@@ -1,4 +1,4 @@
-"""The residual stream as a sum of what wrote to it."""
+"""Decomposition of the residual stream into the terms that were written to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from adapters.building import more_embed_name
 from adapters.config import is_language_part
 from adapters.linear import weight_in_out
 from adapters.mixers import Mixer
-from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, plain, refuse_no_sum, require
+from bridge.analysis.analysis import (
+    AnalysedRun,
+    Index,
+    layer_of,
+    pick,
+    plain,
+    refuse_no_sum,
+    require,
+)
 from bridge.analysis.layer_outputs import (
     StreamNorm,
     bias_written,
@@ -29,19 +37,20 @@ from bridge.analysis.layer_outputs import (
     results_of_neurons,
 )
 from bridge.hooks.names import last_stream
+from bridge.hooks.studied_bridge import StudiedBridge
 
 Group = Literal["embed", "attn", "mixer", "mlp", "bias"]
 
 
 @dataclass
-class StreamTerm:
+class _StreamTerm:
     """A part of the residual stream.
 
     Attributes:
-        group: what kind of part wrote it.
+        group: the kind of part that wrote it.
         labels: one for each component.
         value: ``[component, *batch_pos, d_model]``.
-        fresh: its memory is its own, not that of a cached activation.
+        fresh: whether its memory is separate from cached activations.
     """
 
     group: Group
@@ -52,19 +61,21 @@ class StreamTerm:
 
 @dataclass
 class StreamTerms:
-    """The terms of the residual stream that enters a layer, in the order in which the model adds them.
+    """The terms of the residual stream before a layer, in the order in which the model adds them.
 
-    Where norms stand on the stream itself (BERT), every term is what they leave of it, their scales held at those of
-    the run, and their biases are one more term, the last. Of the text in a model of images, what these put into the
-    stream is a term besides the embeddings, ``images``; where they are added before a later layer too, ``1_images``.
+    If norms are applied to the stream itself (BERT), each term is passed through them, with the
+    scales of the run; their biases form one more term, the last. If images or sound write to the
+    stream of a text, their contribution is a separate term, ``images``; ``1_images`` if they are
+    also added before a later layer.
 
     Args:
         cache: an `ActivationCache`.
-        layer, mlp_input: what enters this layer's attention, or its MLP (then with the layer's own attention).
-        groups: which kinds of terms.
-        heads, neurons: take attention apart into heads, MLPs into neurons.
-        biases: add up the output biases of what is taken apart in one more term, the last.
-        post_norms: take heads and neurons through the norm that follows attention or MLP (Gemma 2).
+        layer, mlp_input: decompose the input of this layer's attention, or of its MLP (which
+            includes the layer's own attention).
+        groups: the kinds of terms to include.
+        heads, neurons: split attention into heads, MLPs into neurons.
+        biases: sum the output biases of the decomposed parts in one more term, the last.
+        post_norms: pass heads and neurons through the norm that follows attention or MLP (Gemma 2).
         pos_slice, neuron_slice: which positions and neurons.
 
     Attributes:
@@ -98,79 +109,91 @@ class StreamTerms:
     def __post_init__(self) -> None:
         self.model = self.cache.model
         self.end = layer_of(self.model, self.layer, self.mlp_input)
-        self.terms: list[StreamTerm] = []
+        self.terms: list[_StreamTerm] = []
         self.bias: Tensor | None = None
         self.begins = self.model.architecture.embedding
-        if not self.begins.tokens:  # images, whose first stream is one term
+        if not self.begins.tokens:  # images, whose first stream is a single term
             self.begins = Embedding(module=self.begins.module)
-        #: Embeddings are asked for, of the text in a model that is given images or sound, too.
+        #: Whether embeddings are requested; for a model given images or sound, those of the text
+        #: too.
         self.sees = "embed" in self.groups and is_language_part(self.model.original_model)
         refuse_no_sum(self.model, of_normed=True)
+        self.check_offered()
+        names = list(self.names())
+        activations = dict(zip(names, require(self.cache, names), strict=True))
+        with gradients_of(next(iter(activations.values()), torch.empty(0, device="cpu"))):
+            if heads := self.heads_together(activations):
+                self.terms = [heads]
+            else:
+                self.go()
+
+    def check_offered(self) -> None:
+        """Reject a model in which something is added to the residual stream without a hook
+        point."""
         for layer in range(self.model.cfg.n_layers):
             steps = self.steps(layer)
             if not steps:
                 raise ValueError(
-                    f"what block {layer} of {self.model.cfg.model_name} writes to the residual stream is not known: it "
-                    "cannot be taken apart. bridge.offered() says why"
+                    f"the terms that block {layer} of {self.model.cfg.model_name} adds to the"
+                    " residual stream are unknown: it cannot be decomposed. bridge.offered() says"
+                    " why"
                 )
             for named in steps:
-                self.is_offered(f"blocks.{layer}.hook_{named.name}_out")
+                self.check_name(f"blocks.{layer}.hook_{named.name}_out")
                 if self.heads and named.name == "attn":
-                    self.is_offered(f"blocks.{layer}.attn.hook_z")
+                    self.check_name(f"blocks.{layer}.attn.hook_z")
         if "embed" in self.groups:
-            self.is_offered(self.embeddings()["embed"])
-        names = list(self.names())
-        read = dict(zip(names, require(self.cache, names), strict=True))
-        with gradients_of(next(iter(read.values()), torch.empty(0))):
-            if together := self.heads_together(read):
-                self.terms = [together]
-            else:
-                self.go()
+            self.check_name(self.embeddings()["embed"])
 
-    def is_offered(self, name: str) -> None:
-        """Refuses a model of which not all that is written to the stream can be seen."""
+    def check_name(self, name: str) -> None:
+        """Reject a model that has no such hook point, although something is added to the stream
+        there."""
         if name not in self.model.hook_dict and name not in self.model.names.aliases:
             raise ValueError(
-                f"{self.model.cfg.model_name} has no {name}: without what is written there, the rest is not the "
-                "residual stream. bridge.offered() says why it is missing"
+                f"{self.model.cfg.model_name} has no {name}: without its contribution, the"
+                " terms do not sum to the residual stream. bridge.offered() says why it is missing"
             )
 
     def steps(self, layer: int) -> tuple[NamedStep, ...]:
-        """The residual steps of a block."""
+        """Return the residual steps of a block."""
         return self.model.architecture.stack.block_at(layer).named
 
     def before_mlp(self, layer: int) -> list[NamedStep]:
-        """The steps of a block that add to `resid_mid`; where all read one stream, those that are no MLP."""
+        """Return the steps that add to `resid_mid`; in a parallel block, all steps but the MLPs."""
         steps = self.steps(layer)
         first = [named for named in steps if named.after == steps[0].after]
-        return first if len(first) < len(steps) else [named for named in steps if group_of(named) != "mlp"]
+        if len(first) < len(steps):
+            return first
+        return [named for named in steps if group_of(named) != "mlp"]
 
     def fine(self, named: NamedStep) -> bool:
-        """Whether a part is taken apart into heads or neurons.
+        """Tell whether to decompose a part into heads or neurons.
 
         Raises:
-            ValueError: it would have to be, and is the second of its kind in a block.
+            ValueError: it should be decomposed, but is the second part of its kind in a block.
         """
         group = group_of(named)
         if not {"attn": self.heads, "mlp": self.neurons}.get(group, False):
             return False
         if named.name != group:
-            what, rest = ("neurons", "expand_neurons=False") if group == "mlp" else ("heads", "decompose_resid()")
+            what, instead = "heads", "decompose_resid()"
+            if group == "mlp":
+                what, instead = "neurons", "expand_neurons=False"
             raise ValueError(
-                f"{self.model.cfg.model_name} has {named.name} as well as {group} in a block: it is not taken apart "
-                f"into {what}; {rest} takes its output whole"
+                f"{self.model.cfg.model_name} has {named.name} as well as {group} in a block: it"
+                f" cannot be split into {what}; {instead} keeps its output whole"
             )
         return True
 
     def names(self) -> Iterator[str]:
-        """The activations that the walk to the layer needs."""
+        """Return the activations that a decomposition up to the layer needs."""
         layer, mlp_input = self.end, self.mlp_input
         if "embed" in self.groups:
             yield from self.embeddings().values()
             if self.sees:
-                yield from (f"blocks.{i}.hook_resid_pre" for i in range(min(layer + 1, self.model.cfg.n_layers)))
-                ends = range(1, min(layer, self.model.cfg.n_layers - 1) + 1)
-                yield from (last_stream(self.model.hook_dict, i) for i in ends)
+                last = min(layer, self.model.cfg.n_layers - 1)
+                yield from (f"blocks.{i}.hook_resid_pre" for i in range(last + 1))
+                yield from (last_stream(self.model.hook_dict, i) for i in range(1, last + 1))
         if self.begins.norm_of_sum and {"embed", "bias"} & {*self.groups}:
             yield "embed.ln.hook_scale"
         for index in range(layer + mlp_input):
@@ -182,7 +205,7 @@ class StreamTerms:
                     yield f"{prefix}.{named.norm}.hook_scale"
 
     def names_of(self, prefix: str, layer: int, named: NamedStep) -> Iterator[str]:
-        """The activations that tell what a part writes."""
+        """Return the names of the activations that hold the output of a part."""
         if not self.fine(named):
             yield f"{prefix}.hook_{named.name}_out"
             return
@@ -193,36 +216,38 @@ class StreamTerms:
             yield norm.scale_name
 
     def embeddings(self) -> dict[str, str]:
-        """The hook points of the embeddings that are added to the residual stream, by label."""
+        """Return the hook points of the embeddings in the residual stream, by label."""
         begins = self.begins
         if not begins.tokens:
             return {"embed": "hook_full_embed"}
-        found = {"embed": "embed.hook_projected" if begins.project and not begins.projects_sum else "hook_embed"}
-        if (
-            begins.positions and self.model.cfg.positional_embedding_type != "shortformer"
-        ):  # which queries and keys read
-            found["pos_embed"] = "hook_pos_embed"
+        is_projected = begins.project and not begins.projects_sum
+        names = {"embed": "embed.hook_projected" if is_projected else "hook_embed"}
+        # Shortformer's positions are read by queries and keys.
+        if begins.positions and self.model.cfg.positional_embedding_type != "shortformer":
+            names["pos_embed"] = "hook_pos_embed"
         if begins.types:
-            found["token_type_embed"] = "embed.hook_token_type_embed"
+            names["token_type_embed"] = "embed.hook_token_type_embed"
         for path in begins.more:
             name = more_embed_name(path)
-            found[name.removeprefix("embed.").removesuffix(".hook_out")] = name
-        return found
+            names[name.removeprefix("embed.").removesuffix(".hook_out")] = name
+        return names
 
     def post_norm(self, layer: int, part: str) -> StreamNorm | None:
-        """The norm between a part and the residual stream, where that is to be gone through."""
+        """Return the norm between a part and the residual stream, if it is to be applied."""
         return post_norm(self.model, layer, part) if self.post_norms else None
 
     def scale(self, norm: StreamNorm) -> Tensor:
-        """The scale that a norm had in the run, at the wanted positions. Its weight has to be that of the run, too."""
+        """Return a norm's scale in the run, at the chosen positions; its weight must not have
+        changed since.
+        """
         self.cache.module_of_the_run(norm.scale_name)
         return pick(require(self.cache, [norm.scale_name])[0], self.pos_slice, -2)
 
     def begin(self) -> None:
-        """The embeddings, through the norm and the projection of their sum."""
+        """Add the embeddings, mapped through the norm and the projection of their sum."""
         if "embed" in self.groups:
             for label, name in self.embeddings().items():
-                self.terms.append(StreamTerm("embed", [label], pick(self.cache[name], self.pos_slice, -2)[None]))
+                self.terms.append(_StreamTerm("embed", [label], self.picked(name)[None]))
         elif "bias" not in self.groups:
             return
         if self.begins.norm_of_sum:
@@ -231,13 +256,16 @@ class StreamTerms:
             self.project()
 
     def project(self) -> None:
-        """Takes all terms through the linear layer that reads their sum; its bias is of no term."""
+        """Map all terms through the linear layer that reads their sum; its bias belongs to no
+        term.
+        """
         module = self.cache.module_of_the_run("hook_full_embed")
         weight = weight_in_out(module)
         if weight is None:
             raise ValueError(
-                f"{self.begins.project} of {self.model.cfg.model_name} is a {type(module).__name__}, whose weight is "
-                "no plain matrix: its embeddings cannot be taken apart"
+                f"{self.begins.project} of {self.model.cfg.model_name} is a"
+                f" {type(module).__name__}, whose weight is not a plain matrix: its embeddings"
+                " cannot be decomposed"
             )
         for term in self.terms:
             term.value = term.value @ weight.to(term.value)
@@ -247,60 +275,81 @@ class StreamTerms:
             self.add_constant(bias)
 
     def add_constant(self, constant: Tensor) -> None:
-        """Adds to the term of constants, where that is asked for."""
+        """Add a vector to the term of constants, if that term is requested."""
         if "bias" in self.groups:
             self.bias = constant if self.bias is None else self.bias + constant.to(self.bias)
 
     def images(self, layer: int) -> None:
-        """What images, or sound, put into the stream before a layer: in place of their tokens, or on top of them."""
+        """Add the contribution of images or sound to the stream before a layer, which is added to
+        the tokens' or replaces it.
+        """
         if not self.sees or layer == self.model.cfg.n_layers:
             return
-        entering = pick(self.cache[f"blocks.{layer}.hook_resid_pre"], self.pos_slice, -2)
+        entering = self.picked(f"blocks.{layer}.hook_resid_pre")
         if layer:
-            before = pick(self.cache[last_stream(self.model.hook_dict, layer)], self.pos_slice, -2)
+            before = self.picked(last_stream(self.model.hook_dict, layer))
         else:
             before = sum((term.value[0] for term in self.terms), torch.zeros_like(entering))
             before = before if self.bias is None else before + self.bias
         if not torch.allclose(before, entering, rtol=1e-5, atol=1e-5 * float(entering.abs().max())):
             label = f"{layer}_images" if layer else "images"
-            self.terms.append(StreamTerm("embed", [label], (entering - before)[None]))
+            self.terms.append(_StreamTerm("embed", [label], (entering - before)[None]))
+
+    def picked(self, name: str) -> Tensor:
+        """Return an activation on the stream, at the chosen positions."""
+        return pick(self.cache[name], self.pos_slice, -2)
 
     def write(self, layer: int, named: NamedStep) -> None:
+        """Add the output of a step, whole or as heads or neurons, if it is requested."""
         group, part = group_of(named), named.name
         if group not in self.groups:
             return
         if not self.fine(named):
-            out = pick(self.cache[f"blocks.{layer}.hook_{part}_out"], self.pos_slice, -2)
-            self.terms.append(StreamTerm(group, [f"{layer}_{part}_out"], out[None]))
+            out = self.picked(f"blocks.{layer}.hook_{part}_out")
+            self.terms.append(_StreamTerm(group, [f"{layer}_{part}_out"], out[None]))
             return
-        if group == "attn":
-            value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
-            labels = [f"L{layer}H{head}" for head in range(len(value))]
-        else:
-            kept = plain(self.neuron_slice)
-            kept = [kept] if isinstance(kept, int) else kept
-            value = results_of_neurons(self.cache, layer, kept, self.pos_slice).movedim(-2, 0)
-            labels = neuron_labels(self.model, layer, kept)
-        if self.biases and (result := f"blocks.{layer}.attn.hook_result") in self.cache:
-            self.cache.module_of_the_run(result)  # of heads that are read as they are, the bias is not
-        bias = bias_written(self.model, layer, "attn" if group == "attn" else "mlp") if self.biases else None
+        term = self.head_term(layer) if group == "attn" else self.neuron_term(layer)
+        bias = self.bias_of(layer, "attn" if group == "attn" else "mlp")
+        constant: Tensor | None = None
         norm = self.post_norm(layer, part)
         if norm:
             scale = self.scale(norm)
-            value = norm.linear(value, scale)
+            term.value = norm.linear(term.value, scale)
             bias = None if bias is None else norm.linear(bias.to(scale.device), scale)
-        self.terms.append(StreamTerm(group, labels, value))
-        for more in (bias, norm.constant if norm and self.biases else None):
-            if more is not None:
-                self.add_constant(more.to(value.device))
+            constant = norm.constant if self.biases else None
+        self.terms.append(term)
+        for vector in (bias, constant):
+            if vector is not None:
+                self.add_constant(vector.to(term.value.device))
+
+    def head_term(self, layer: int) -> _StreamTerm:
+        """Return the outputs of a layer's heads."""
+        value = results_of_heads(self.cache, layer, self.pos_slice).movedim(-2, 0)
+        return _StreamTerm("attn", [f"L{layer}H{head}" for head in range(len(value))], value)
+
+    def neuron_term(self, layer: int) -> _StreamTerm:
+        """Return the outputs of a layer's neurons."""
+        chosen = plain(self.neuron_slice)
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        value = results_of_neurons(self.cache, layer, chosen, self.pos_slice).movedim(-2, 0)
+        return _StreamTerm("mlp", neuron_labels(self.model, layer, chosen), value)
+
+    def bias_of(self, layer: int, part: Literal["attn", "mlp"]) -> Tensor | None:
+        """Return the output bias of a part that is decomposed, if biases are requested."""
+        if not self.biases:
+            return None
+        result = f"blocks.{layer}.attn.hook_result"
+        if result in self.cache:
+            self.cache.module_of_the_run(result)  # unchanged heads are read without the bias
+        return bias_written(self.model, layer, part)
 
     def through(self, name: str) -> None:
-        """Takes all terms through a norm; its bias is a term of its own."""
+        """Map all terms through a norm; its bias becomes a term of its own."""
         norm = norm_of(self.model, name)
         if norm is None:
             raise ValueError(
-                f"what {name} of {self.model.cfg.model_name} computes is not known: its residual stream cannot be "
-                "taken apart"
+                f"the computation of {name} in {self.model.cfg.model_name} is unknown: its residual"
+                " stream cannot be decomposed"
             )
         scale = self.scale(norm)
         for term in self.terms:
@@ -310,24 +359,28 @@ class StreamTerms:
         if norm.bias is not None:
             self.add_constant(norm.bias.to(scale.device))
 
-    def heads_together(self, read: Mapping[str, Tensor]) -> StreamTerm | None:
-        """All heads as one term, where nothing else is asked for and no norm follows them.
+    def heads_together(self, activations: Mapping[str, Tensor]) -> _StreamTerm | None:
+        """Return all heads as one term, if nothing else is requested and no norm follows.
 
         Args:
-            read: all that the walk needs, by name.
+            activations: all activations that the terms are computed from, by name.
         """
-        z_alone = bool(read) and all(name.endswith(".attn.hook_z") for name in read)
-        if self.biases or list(self.groups) != ["attn"] or not z_alone:
+        z_alone = all(name.endswith(".attn.hook_z") for name in activations)
+        if self.biases or list(self.groups) != ["attn"] or not activations or not z_alone:
             return None
-        z = {self.model.hook_dict[name].point.depth: pick(x, self.pos_slice, -3) for name, x in read.items()}
+        hooks = self.model.hook_dict
+        z = {
+            hooks[name].point.depth: pick(x, self.pos_slice, -3) for name, x in activations.items()
+        }
         value = results_of_layers(self.cache, z)
         if value is None:
             return None
         heads = range(len(value) // len(z))
-        return StreamTerm("attn", [f"L{layer}H{head}" for layer in z for head in heads], value, fresh=True)
+        labels = [f"L{layer}H{head}" for layer in z for head in heads]
+        return _StreamTerm("attn", labels, value, fresh=True)
 
     def go(self) -> None:
-        """Adds the terms, from the embeddings to the layer."""
+        """Add the terms, from the embeddings up to the layer."""
         self.begin()
         for index in range(self.end):
             self.images(index)
@@ -341,14 +394,15 @@ class StreamTerms:
         if "bias" in self.groups and (self.biases or self.bias is not None):
             like = self.terms[0].value[0] if self.terms else self.like()
             value = torch.zeros_like(like) if self.bias is None else self.bias.expand(like.shape)
-            self.terms.append(StreamTerm("bias", ["bias" if self.biases else "norm_bias"], value[None]))
+            label = "bias" if self.biases else "norm_bias"
+            self.terms.append(_StreamTerm("bias", [label], value[None]))
 
     def like(self) -> Float[Tensor, "*batch_pos d_model"]:
-        """What the terms are of, at the wanted positions."""
+        """Return the tensor whose shape the terms have, at the chosen positions."""
         return pick(stream_at(self.cache, self.end), self.pos_slice, -2)
 
     def stacked(self) -> tuple[Float[Tensor, "component *batch_pos d_model"], list[str]]:
-        """The terms as one tensor, and their labels."""
+        """Return the terms as one tensor, and their labels."""
         labels = [label for term in self.terms for label in term.labels]
         if not self.terms:
             like = self.like()
@@ -356,11 +410,12 @@ class StreamTerms:
         dtype = functools.reduce(torch.promote_types, [term.value.dtype for term in self.terms])
         device = self.terms[0].value.device
         values = [term.value.to(device, dtype) for term in self.terms]
-        return values[0] if len(values) == 1 and self.terms[0].fresh else torch.cat(values), labels
+        is_own = len(values) == 1 and self.terms[0].fresh
+        return values[0] if is_own else torch.cat(values), labels
 
 
 def group_of(named: NamedStep) -> Group:
-    """The kind of terms that a step adds."""
+    """Return the kind of terms that a step adds."""
     part = named.step.part
     if isinstance(part, Mixer) and part.mixes:
         return "mixer"
@@ -368,20 +423,24 @@ def group_of(named: NamedStep) -> Group:
 
 
 def at_the_end(
-    cache: AnalysedRun, stack: Float[Tensor, "component *batch_pos d_model"], name: str, pos_slice: Index = None
+    cache: AnalysedRun,
+    stack: Float[Tensor, "component *batch_pos d_model"],
+    name: str,
+    pos_slice: Index = None,
 ) -> Float[Tensor, "component *batch_pos d_model"]:
-    """What becomes of terms of the residual stream by its end: what the norms make of them that stand on it behind.
+    """Map terms of the residual stream to its end, through the norms that later blocks apply to it.
 
     Args:
         cache: an `ActivationCache`.
         stack: the terms.
-        name: the hook point that they are terms of: on the stream, or what is added to it. What is written by heads
-            (``attn.hook_z``) or neurons (``mlp.hook_post``) goes through the norm that follows these, too.
-        pos_slice: which positions the terms are of.
+        name: the hook point whose terms they are: on the stream, or added to it. Outputs of heads
+            (``attn.hook_z``) or neurons (``mlp.hook_post``) are also mapped through the norm that
+            follows them.
+        pos_slice: the positions of the terms.
 
     Raises:
         MissingActivationsError: the cache does not hold the `hook_scale` of such a norm.
-        ValueError: the stream is no sum.
+        ValueError: the stream is not a sum of terms.
 
     Example:
         >>> import torch
@@ -389,24 +448,25 @@ def at_the_end(
         >>> from bridge.analysis.decomposition import at_the_end
         >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
         >>> stack = cache["attn_out", 2][None]
-        >>> torch.equal(at_the_end(cache, stack, "blocks.2.hook_attn_out"), stack)  # no norm stands on this stream
+        >>> torch.equal(
+        ...     at_the_end(cache, stack, "blocks.2.hook_attn_out"), stack
+        ... )  # no norm stands on this stream
         True
     """
     model = cache.model
     refuse_no_sum(model, of_normed=True)
     here, begins = model.hook_dict[name], model.architecture.embedding
-    behind = lambda norm: model.hook_dict[f"{norm}.hook_scale"].order > here.order
     norms: list[StreamNorm | None] = []
     if name.endswith((".attn.hook_z", ".mlp.hook_post")):
         norms.append(post_norm(model, here.point.depth, name.split(".")[2]))
     elif here.point.depth < 0 and begins.projects_sum:
-        raise ValueError(f"what stands at {name} goes through {begins.project} first: take blocks.0.hook_resid_pre")
-    if begins.norm_of_sum and behind("embed.ln"):
-        norms.append(norm_of(model, "embed.ln"))
-    for layer in range(model.cfg.n_layers):
-        steps = model.architecture.stack.block_at(layer).named
-        on_it = (f"blocks.{layer}.{named.norm}" for named in steps if named.step.stream_norm)
-        norms += [norm_of(model, norm) for norm in on_it if behind(norm)]
+        raise ValueError(
+            f"what stands at {name} goes through {begins.project} first: take"
+            " blocks.0.hook_resid_pre"
+        )
+    for norm_name in _norms_of_stream(model):
+        if model.hook_dict[f"{norm_name}.hook_scale"].order > here.order:
+            norms.append(norm_of(model, norm_name))
     for norm in norms:
         if norm is not None:
             (scale,) = require(cache, [norm.scale_name])
@@ -414,8 +474,19 @@ def at_the_end(
     return stack
 
 
+def _norms_of_stream(model: StudiedBridge) -> Iterator[str]:
+    """Yield the names of the norms that are applied to the residual stream itself."""
+    if model.architecture.embedding.norm_of_sum:
+        yield "embed.ln"
+    for layer in range(model.cfg.n_layers):
+        for named in model.architecture.stack.block_at(layer).named:
+            if named.step.stream_norm:
+                yield f"blocks.{layer}.{named.norm}"
+
+
 def stream_at(cache: AnalysedRun, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
-    """The residual stream that enters a layer (for ``n_layers``: what the final norm or the head reads).
+    """Return the residual stream that enters a layer (for ``n_layers``: what the final norm or the
+    head reads).
 
     Args:
         cache: an `ActivationCache`.

@@ -1,58 +1,75 @@
-"""The methods of `ActivationCache` that take the residual stream apart."""
+"""The methods of `ActivationCache` that decompose the residual stream."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from bridge.analysis.analysis import AnalysedRun, Index, layer_of, pick, refuse_no_logit_sum, require
+from bridge.analysis.analysis import (
+    AnalysedRun,
+    Index,
+    layer_of,
+    pick,
+    refuse_no_logit_sum,
+    require,
+)
 from bridge.analysis.decomposition import Group, StreamTerms, stream_at
-from bridge.analysis.layer_outputs import gradients_of, norm_before, norm_of, results_of_heads, results_of_neurons
-from bridge.hooks.arguments import check_choice, refuse_wrong_types
-from bridge.hooks.asked import StudiedBridge
+from bridge.analysis.layer_outputs import (
+    gradients_of,
+    norm_before,
+    norm_of,
+    results_of_heads,
+    results_of_neurons,
+)
+from bridge.arguments import check_choice, refuse_wrong_types
 from bridge.hooks.names import act_name, last_stream
+from bridge.hooks.studied_bridge import StudiedBridge
 
 #: A token: its text, its id, or ids in a tensor.
 Tokens = str | int | Tensor
 _LEFT_OUT = (
-    "logit_attrs leaves out the final norm's weight, as HookedTransformer does, and this model's is not folded: the "
-    "parts do not sum to the logits. process_weights() folds it, norm_weights=True counts it, and norm_weights=False "
-    "says that it is to be left out."
+    "logit_attrs leaves out the final norm's weight, as HookedTransformer does, and this model's is"
+    " not folded: the parts do not sum to the logits. process_weights() folds it, norm_weights=True"
+    " counts it, and norm_weights=False says that it is to be left out."
 )
-#: How many numbers of terms behind the final norm are in memory at once, where they make a number for each position.
+#: The most numbers of terms after the final norm that are in memory at once, for per-position
+#: results.
 _AT_ONCE = 2**24
 
 Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
 
 
 class ResidualMethods(AnalysedRun):
-    """What a cache says about the residual stream; names, arguments and order as HookedTransformer's.
+    """Methods of a cache about the residual stream; names and arguments as HookedTransformer's.
 
-    In all methods `layer` means what enters that layer; None and -1 mean the end of the stream. `pos_slice` picks
-    positions: an index (the axis goes), a tuple ``(start, stop)``, or a list of indices. ``return_labels`` adds a list
-    of names of the components. Nothing here runs the model.
+    In all methods `layer` means the input of that layer; None and -1 mean the end of the stream.
+    `pos_slice` selects positions: an index (which removes the axis), a tuple ``(start, stop)``, or
+    a list of indices. ``return_labels`` adds a list of component names. No method runs the model.
 
-    The terms sum to the residual stream, rounding aside, with these limits. In blocks whose attention and MLP read the
-    same stream (GPT-NeoX, GPT-J, Phi), ``mlp_input=True`` adds the layer's attention although its MLP does not read it.
-    Where norms stand on the stream itself (BERT), a term is what these norms leave of it, their scales held at those of
-    the run, and their biases are a term of their own. Heads and neurons before a norm that follows attention or MLP
-    (Gemma 2 and 3) sum with ``post_norms=True`` only. What images put into the stream of a text is a term, ``images``.
+    The terms sum to the residual stream, up to rounding, with these limits. In blocks whose
+    attention and MLP read the same stream (GPT-NeoX, GPT-J, Phi), ``mlp_input=True`` adds the
+    layer's attention although its MLP does not read it. If norms are applied to the stream itself
+    (BERT), each term is passed through these norms, with the scales of the run, and their biases
+    form a separate term. Heads and neurons before a norm that follows attention or MLP (Gemma 2 and
+    3) sum to the stream only with ``post_norms=True``. The contribution of images to the stream of
+    a text is a term, ``images``.
     """
 
     @refuse_wrong_types
     def stack_activation(
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
     ) -> Float[Tensor, "layer ..."]:
-        """One activation of all layers before `layer`.
+        """Stack one activation of all layers before `layer`.
 
         Args:
             activation_name: its short name, such as ``q`` or ``resid_pre``.
             layer: layers before this one; None or -1: all.
-            sublayer_type: the part of the block, where the name does not say it, such as ``ln1``.
+            sublayer_type: the part of the block, such as ``ln1``, if the name does not include it.
 
         Raises:
             MissingActivationsError: the cache does not hold one of them.
@@ -64,7 +81,8 @@ class ResidualMethods(AnalysedRun):
             torch.Size([4, 1, 3, 1])
         """
         layers = range(layer_of(self.model, layer))
-        return torch.stack(require(self, [act_name(activation_name, index, sublayer_type) for index in layers]))
+        names = [act_name(activation_name, index, sublayer_type) for index in layers]
+        return torch.stack(require(self, names))
 
     @refuse_wrong_types
     def apply_ln_to_stack(
@@ -77,23 +95,25 @@ class ResidualMethods(AnalysedRun):
         has_batch_dim: bool = True,
         recompute_ln: bool = False,
     ) -> Float[Tensor, "component *batch_pos_out d_model"]:
-        """Terms of the residual stream as a layer reads them: centred (by a layer norm), divided by the cached scale.
+        """Apply the cached norm of a layer to terms of the residual stream: centre, and divide by
+        the scale.
 
-        The scale is that of the whole stream, so the results sum to the normalised stream. The norm's weight and bias
-        are left out, as in HookedTransformer: `process_weights` folds them into what reads the norm.
+        The scale is computed from the whole stream, so the results sum to the normalised stream.
+        The norm's weight and bias are ignored, as in HookedTransformer: `process_weights` folds
+        them into the next linear layer.
 
         Args:
-            residual_stack: ``[component, batch, pos, d_model]``, at the positions of `pos_slice` already.
-            layer: what enters this layer; None or -1: the unembedding.
-            mlp_input: its MLP, not its attention.
-            pos_slice: which positions the stack is of.
+            residual_stack: ``[component, batch, pos, d_model]``, already restricted to `pos_slice`.
+            layer: the norm before this layer; None or -1: before the unembedding.
+            mlp_input: the norm before its MLP, not its attention.
+            pos_slice: the positions of the stack.
             batch_slice: which rows of the batch to take.
             has_batch_dim: whether the stack has a batch axis.
-            recompute_ln: at the end of the stream, take each component for a whole stream: the final norm, weight and
-                bias included, with the component's own scale.
+            recompute_ln: at the end of the stream, treat each component as a whole stream: apply
+                the final norm, with weight and bias, with the component's own scale.
 
         Returns:
-            The stack; unchanged where the layer reads the stream without a norm.
+            The stack; unchanged if the layer reads the stream without a norm.
 
         Raises:
             MissingActivationsError: the norm's `hook_scale` is not cached.
@@ -118,7 +138,8 @@ class ResidualMethods(AnalysedRun):
             everywhere = require(self, [norm.scale_name])[0]
             scale = pick(everywhere, pos_slice, -2)
             if self.has_batch_dim:
-                everywhere, scale = pick(everywhere, batch_slice, 0), pick(scale, batch_slice, 0)
+                everywhere = pick(everywhere, batch_slice, 0)
+                scale = pick(scale, batch_slice, 0)
             _check_fits(residual_stack, scale, everywhere, has_batch_dim)
             return norm.scaled(residual_stack, scale.to(residual_stack.device))
 
@@ -134,34 +155,41 @@ class ResidualMethods(AnalysedRun):
         *,
         norm_weights: bool | None = None,
     ) -> Float[Tensor, " component *batch_pos_out"]:
-        """What each term of the residual stream adds directly to the logit of a token (direct logit attribution).
+        """Compute each term's direct contribution to the logit of a token (direct logit
+        attribution).
 
-        Over all terms they sum to the logit (before a soft cap), less ``b_U`` and what the final norm's bias adds.
+        The sum over all terms is the logit (before a soft cap), without ``b_U`` and the
+        contribution of the final norm's bias.
 
         Args:
-            residual_stack: ``[component, batch, pos, d_model]``, at the positions of `pos_slice` already.
-            tokens: one token, as text or id; ids ``[batch]``, one for each row; or ``[batch, pos]``.
+            residual_stack: ``[component, batch, pos, d_model]``, already restricted to `pos_slice`.
+            tokens: one token, as text or id; ids ``[batch]``, one for each row; or ``[batch,
+                pos]``.
             incorrect_tokens: tokens whose logits are subtracted, of the same shape.
-            pos_slice: which positions the stack is of.
-            batch_slice: which rows of the batch to take; tokens are for these.
+            pos_slice: the positions of the stack.
+            batch_slice: which rows of the batch to take; `tokens` belong to these rows.
             has_batch_dim: whether the stack has a batch axis.
-            norm_weights: count the final norm's weight. None: yes; `bridge.legacy` leaves it out, as HookedTransformer
-                does, and warns where that changes the numbers.
+            norm_weights: include the final norm's weight. None: include it, except in
+                `bridge.legacy`, which omits it, as HookedTransformer does, and warns if that
+                changes the numbers.
 
         Returns:
             ``[component, batch, pos]``.
 
         Raises:
             MissingActivationsError: the final norm's `hook_scale` is not cached.
-            ValueError: shapes that do not fit; or logits that are no sum over terms (BERT's head), or of which it is
-                not known how they are made; or the weights that make them were changed since the run.
+            ValueError: shapes that do not fit; logits that are not a sum over terms (BERT's head),
+                or whose computation is unknown; or weights that were changed since the run.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
             >>> logits, cache = bridge.run_with_cache("Mary and")
             >>> parts = cache.logit_attrs(cache.decompose_resid(), " John", " Mary")
-            >>> right = logits[..., bridge.to_single_token(" John")] - logits[..., bridge.to_single_token(" Mary")]
+            >>> right = (
+            ...     logits[..., bridge.to_single_token(" John")]
+            ...     - logits[..., bridge.to_single_token(" Mary")]
+            ... )
             >>> bool((parts.sum(0) - right).abs().max() < 1e-3)
             True
         """
@@ -174,40 +202,33 @@ class ResidualMethods(AnalysedRun):
             self.module_of_the_run(norm.scale_name)
             norm.refuse_gate()
         with gradients_of(residual_stack):
-            directions = directions_of(model, tokens)
-            if incorrect_tokens is not None:
-                others = directions_of(model, incorrect_tokens)
-                if others.shape != directions.shape:
-                    raise ValueError(
-                        f"tokens and incorrect_tokens have different shapes: {list(directions.shape[:-1])} and "
-                        f"{list(others.shape[:-1])}"
-                    )
-                directions = directions - others
+            directions = _directions_between(model, tokens, incorrect_tokens)
             weight = None if norm is None else norm.weight
-            if norm_weights is None:
-                norm_weights = model.counts_norm_weights
-                if not norm_weights and weight is not None and bool((weight != 1).any()):
-                    warnings.warn(_LEFT_OUT, stacklevel=3)
-            if norm_weights and weight is not None:
+            if weight is not None and _counts(weight, norm_weights, model):
                 directions = directions * weight.to(directions.device)
-            # Some terms after the other: what the norm leaves of all of them is as large as the stack.
-            at_once = max(1, len(residual_stack) * _AT_ONCE // max(1, residual_stack.numel()))
-            found = []
-            for some in residual_stack.split(at_once) if residual_stack.ndim == 4 else (residual_stack,):
-                terms = self.apply_ln_to_stack(some, None, False, pos_slice, batch_slice, has_batch_dim)
+            # Process the terms in chunks: the normed terms are as large as the stack.
+            chunks: Sequence[Tensor] = (residual_stack,)
+            if residual_stack.ndim == 4:
+                at_once = len(residual_stack) * _AT_ONCE // max(1, residual_stack.numel())
+                chunks = residual_stack.split(max(1, at_once))
+            products = []
+            for chunk in chunks:
+                terms = self.apply_ln_to_stack(
+                    chunk, None, False, pos_slice, batch_slice, has_batch_dim
+                )
                 along = _broadcastable(directions.to(terms.device), terms, has_batch_dim)
                 plain = along.ndim == 1 and along.dtype == terms.dtype
-                found.append(terms @ along if plain else (terms * along).sum(-1))
-            return found[0] if len(found) == 1 else torch.cat(found)
+                products.append(terms @ along if plain else (terms * along).sum(-1))
+            return products[0] if len(products) == 1 else torch.cat(products)
 
     @property
     def has_embed(self) -> bool:
-        """Whether the token embedding is cached."""
+        """Tell whether the token embedding is cached."""
         return "hook_embed" in self
 
     @property
     def has_pos_embed(self) -> bool:
-        """Whether the position embedding is cached."""
+        """Tell whether the position embedding is cached."""
         return "hook_pos_embed" in self
 
     @refuse_wrong_types
@@ -221,16 +242,17 @@ class ResidualMethods(AnalysedRun):
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Stack:
-        """The residual stream that enters a layer, as a stack of the embeddings and all earlier outputs.
+        """Return the residual stream before a layer as a stack of embeddings and earlier outputs.
 
-        Their sum is `resid_pre` of the layer; with `mlp_input` its `resid_mid`; at the end the last `resid_post`
-        (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits").
+        The terms sum to the layer's `resid_pre`; with `mlp_input` to its `resid_mid`; at the end to
+        the last `resid_post` (Elhage et al. 2021, "A Mathematical Framework for Transformer
+        Circuits").
 
         Args:
             layer: from 0 to ``n_layers``; None or -1: the end.
-            mlp_input: include the layer's own attention: what its MLP reads.
-            mode: ``attn``, ``mlp`` or, of hybrids, ``mixer`` for these outputs only.
-            apply_ln: as the layer reads them, see `apply_ln_to_stack`.
+            mlp_input: decompose the input of the layer's MLP, which includes its own attention.
+            mode: ``attn``, ``mlp`` or, in hybrids, ``mixer``: only these outputs.
+            apply_ln: apply the layer's norm to the terms, see `apply_ln_to_stack`.
             pos_slice: which positions.
             incl_embeds: include the embeddings (and, in BERT, the norms' biases).
             return_labels: also return names such as ``embed``, ``0_attn_out``.
@@ -252,8 +274,8 @@ class ResidualMethods(AnalysedRun):
         check_choice("mode", mode, ("all", "mlp", "attn", "mixer"))
         groups: list[Group] = ["embed", "bias"] if incl_embeds else []
         groups += ["attn", "mixer", "mlp"] if mode == "all" else [mode]
-        found = StreamTerms(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
-        return self._finished(found, mlp_input, apply_ln, return_labels)
+        terms = StreamTerms(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
+        return self._finished(terms, mlp_input, apply_ln, return_labels)
 
     @refuse_wrong_types
     def accumulated_resid(
@@ -265,16 +287,18 @@ class ResidualMethods(AnalysedRun):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Stack:
-        """The residual stream before each layer up to one, for a logit lens.
+        """Return the residual stream before each layer up to one, for a logit lens.
 
-        With ``apply_ln=True`` at the end of the stream each goes through the final norm, which takes its scale from it;
-        times ``W_U``, plus ``b_U``, these are the logits of the logit lens (nostalgebraist 2020). Where another layer
-        reads it before the unembedding (BERT), it is what that layer reads: `TransformerBridge.lens` goes through both.
+        With ``apply_ln=True`` at the end of the stream, the final norm is applied to each, with
+        that stream's own scale; times ``W_U``, plus ``b_U``, the results are the logits of the
+        logit lens (nostalgebraist 2020). If another layer comes before the unembedding (BERT), they
+        are that layer's inputs; `TransformerBridge.lens` applies both.
 
         Args:
             layer: from 0 to ``n_layers``; None or -1: the end, which is included.
-            incl_mid: include the stream between attention and MLP of the layers before.
-            apply_ln: through the norm before this layer; see above, and `apply_ln_to_stack` for an inner layer.
+            incl_mid: also include the stream between attention and MLP of earlier layers.
+            apply_ln: apply the norm before this layer; see above, and `apply_ln_to_stack` for an
+                inner layer.
             pos_slice: which positions.
             mlp_input: include the layer's own `resid_mid`.
             return_labels: also return names such as ``0_pre``, ``0_mid``, ``final_post``.
@@ -298,8 +322,8 @@ class ResidualMethods(AnalysedRun):
         n = self.model.cfg.n_layers
         if (incl_mid or mlp_input) and self.model.cfg.parallel_attn_mlp:
             raise ValueError(
-                f"attention and MLP of {self.model.cfg.model_name} read the same residual stream: there is none "
-                "between them for incl_mid or mlp_input"
+                f"attention and MLP of {self.model.cfg.model_name} read the same residual stream:"
+                " there is none between them for incl_mid or mlp_input"
             )
         names: dict[str, str] = {}
         for index in range(last + 1):
@@ -311,11 +335,13 @@ class ResidualMethods(AnalysedRun):
                 names[f"{index}_mid"] = f"blocks.{index}.hook_resid_mid"
         stack = torch.stack([pick(value, pos_slice, -2) for value in require(self, names.values())])
         if apply_ln:
-            stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice, recompute_ln=last == n)
+            stack = self.apply_ln_to_stack(
+                stack, last, mlp_input, pos_slice, recompute_ln=last == n
+            )
         return (stack, list(names)) if return_labels else stack
 
     def compute_head_results(self) -> None:
-        """Puts each head's `hook_result` into the cache, from its `hook_z` and the output projection.
+        """Add each head's `hook_result` to the cache, from its `hook_z` and the output projection.
 
         Raises:
             MissingActivationsError: a layer has neither in the cache.
@@ -327,8 +353,11 @@ class ResidualMethods(AnalysedRun):
             >>> cache["result", 0].shape
             torch.Size([1, 3, 4, 128])
         """
-        layers = [i for i in range(layer_of(self.model, None)) if f"blocks.{i}.attn.hook_z" in self.model.hook_dict]
-        results = {f"blocks.{layer}.attn.hook_result": results_of_heads(self, layer) for layer in layers}
+        results = {
+            f"blocks.{layer}.attn.hook_result": results_of_heads(self, layer)
+            for layer in range(layer_of(self.model, None))
+            if f"blocks.{layer}.attn.hook_z" in self.model.hook_dict
+        }
         self.cache_dict.update(results)
 
     @refuse_wrong_types
@@ -342,21 +371,22 @@ class ResidualMethods(AnalysedRun):
         *,
         post_norms: bool = False,
     ) -> Stack:
-        """What each head of the layers before `layer` writes, without the output biases.
+        """Stack the outputs of all heads before `layer`, without the output biases.
 
-        A layer's heads and its ``b_O`` sum to its `hook_attn_out`, which is what is added to the residual stream, but
-        to its `attn.hook_out` where a norm follows attention. (In BERT they are what the stream's own norms leave of
-        that at `layer`.)
+        A layer's heads and its ``b_O`` sum to its `hook_attn_out`, which is added to the residual
+        stream. If a norm follows attention, they sum to its `attn.hook_out`. (In BERT, they sum to
+        the part of it that remains at `layer` after the norms on the stream.)
 
         Args:
-            layer: heads before this layer; None or -1: all.
+            layer: include heads before this layer; None or -1: all heads.
             return_labels: also return names such as ``L0H3``.
-            incl_remainder: one more component: the stream that enters the layer, less all of these.
+            incl_remainder: add one more component: the stream that enters the layer, minus all
+                others.
             pos_slice: which positions.
-            apply_ln: as the layer reads them, see `apply_ln_to_stack`.
-            post_norms: where a norm follows attention (Gemma 2 and 3): True: what the norm makes of each head, its
-                scale held at that of the run, which is what reaches the stream; False: what comes before it, as in
-                HookedTransformer.
+            apply_ln: apply the layer's norm to the terms, see `apply_ln_to_stack`.
+            post_norms: for a norm that follows attention (Gemma 2 and 3): True: each head's output
+                after the norm, with the scale of the run, as it reaches the stream; False: before
+                the norm, as in HookedTransformer.
 
         Returns:
             ``[layer * head, batch, pos, d_model]``.
@@ -371,8 +401,10 @@ class ResidualMethods(AnalysedRun):
             >>> stack.shape, labels[:5]
             (torch.Size([8, 1, 128]), ['L0H0', 'L0H1', 'L0H2', 'L0H3', 'L1H0'])
         """
-        found = StreamTerms(self, layer, groups=["attn"], heads=True, post_norms=post_norms, pos_slice=pos_slice)
-        return self._finished(found, False, apply_ln, return_labels, incl_remainder)
+        terms = StreamTerms(
+            self, layer, groups=["attn"], heads=True, post_norms=post_norms, pos_slice=pos_slice
+        )
+        return self._finished(terms, False, apply_ln, return_labels, incl_remainder)
 
     @refuse_wrong_types
     def get_neuron_results(
@@ -382,18 +414,20 @@ class ResidualMethods(AnalysedRun):
         pos_slice: Index = None,
         project_output_onto: Float[Tensor, "d_model *direction"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """What each neuron of a layer writes: its activation times its row of ``W_out``.
+        """Return each neuron's output in a layer: its activation times its row of ``W_out``.
 
-        A layer's neurons and its ``b_out`` sum to its `hook_mlp_out`, or to its `mlp.hook_out` where a norm follows.
+        A layer's neurons and its ``b_out`` sum to its `hook_mlp_out`, or to its `mlp.hook_out` if a
+        norm follows.
 
         Args:
             layer: the block.
-            neuron_slice: which neurons; an int takes the axis away.
+            neuron_slice: which neurons; an int removes the axis.
             pos_slice: which positions.
-            project_output_onto: a direction, or several: their dot products with what is written, in its place.
+            project_output_onto: a direction, or several: return the outputs' dot products with them
+                instead.
 
         Returns:
-            ``[batch, pos, neuron, d_model]``; of a direction ``[batch, pos, neuron]``.
+            ``[batch, pos, neuron, d_model]``; for one direction ``[batch, pos, neuron]``.
 
         Raises:
             MissingActivationsError: `mlp.hook_post` is not cached.
@@ -421,17 +455,19 @@ class ResidualMethods(AnalysedRun):
         *,
         post_norms: bool = False,
     ) -> Stack:
-        """What each neuron of the layers before `layer` writes, without the output biases. This is large.
+        """Stack the outputs of all neurons before `layer`, without the biases. The result is large.
 
         Args:
-            layer: neurons before this layer; None or -1: all.
+            layer: include neurons before this layer; None or -1: all neurons.
             pos_slice: which positions.
             neuron_slice: which neurons of each layer.
             return_labels: also return names such as ``L0N17``.
-            incl_remainder: one more component: the stream that enters the layer, less all of these.
-            apply_ln: as the layer reads them, see `apply_ln_to_stack`.
+            incl_remainder: add one more component: the stream that enters the layer, minus all
+                others.
+            apply_ln: apply the layer's norm to the terms, see `apply_ln_to_stack`.
             project_output_onto: as for `get_neuron_results`.
-            mlp_input: with `incl_remainder` or `apply_ln`: what the layer's MLP reads, not its attention.
+            mlp_input: with `incl_remainder` or `apply_ln`: the input of the layer's MLP, not its
+                attention.
             post_norms: as for `stack_head_results`, for a norm that follows the MLP.
 
         Returns:
@@ -444,10 +480,12 @@ class ResidualMethods(AnalysedRun):
         Example:
             >>> from bridge import TransformerBridge
             >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-            >>> cache.stack_neuron_results(2, pos_slice=-1, neuron_slice=(0, 2), return_labels=True)[1]
+            >>> cache.stack_neuron_results(
+            ...     2, pos_slice=-1, neuron_slice=(0, 2), return_labels=True
+            ... )[1]
             ['L0N0', 'L0N1', 'L1N0', 'L1N1']
         """
-        found = StreamTerms(
+        terms = StreamTerms(
             self,
             layer,
             groups=["mlp"],
@@ -456,7 +494,9 @@ class ResidualMethods(AnalysedRun):
             pos_slice=pos_slice,
             neuron_slice=neuron_slice,
         )
-        return self._finished(found, mlp_input, apply_ln, return_labels, incl_remainder, project_output_onto)
+        return self._finished(
+            terms, mlp_input, apply_ln, return_labels, incl_remainder, project_output_onto
+        )
 
     @refuse_wrong_types
     def get_full_resid_decomposition(
@@ -471,22 +511,24 @@ class ResidualMethods(AnalysedRun):
         *,
         post_norms: bool = False,
     ) -> Stack:
-        """The residual stream that enters a layer, as a stack of heads, neurons (or MLPs), embeddings and biases.
+        """Return the residual stream before a layer as a stack of heads, neurons (or MLPs) and
+        biases.
 
         Args:
             layer: from 0 to ``n_layers``; None or -1: the end.
-            mlp_input: include the layer's own attention: what its MLP reads.
-            expand_neurons: take MLPs apart into neurons.
-            apply_ln: as the layer reads them, see `apply_ln_to_stack`.
+            mlp_input: decompose the input of the layer's MLP, which includes its own attention.
+            expand_neurons: split MLPs into neurons.
+            apply_ln: apply the layer's norm to the terms, see `apply_ln_to_stack`.
             pos_slice: which positions.
             return_labels: also return the names.
             project_output_onto: as for `get_neuron_results`.
-            post_norms: as for `stack_head_results`. Without it, where a norm follows attention or MLP, the heads and
-                neurons are HookedTransformer's and do not sum to the stream.
+            post_norms: as for `stack_head_results`. Without it, if a norm follows attention or MLP,
+                heads and neurons are as in HookedTransformer and do not sum to the stream.
 
         Returns:
-            ``[component, batch, pos, d_model]``: all heads, all mixers' outputs, all neurons (or MLP outputs), the
-            embeddings, and last the output biases of what was taken apart, summed.
+            ``[component, batch, pos, d_model]``: all heads, all mixers' outputs, all neurons (or
+            MLP outputs), the embeddings, and last the sum of the output biases of the decomposed
+            parts.
 
         Raises:
             MissingActivationsError: the cache does not hold what this needs.
@@ -495,11 +537,13 @@ class ResidualMethods(AnalysedRun):
         Example:
             >>> from bridge import TransformerBridge
             >>> _, cache = TransformerBridge.boot_embedded().run_with_cache("Mary and")
-            >>> stack, labels = cache.get_full_resid_decomposition(1, expand_neurons=False, return_labels=True)
+            >>> stack, labels = cache.get_full_resid_decomposition(
+            ...     1, expand_neurons=False, return_labels=True
+            ... )
             >>> labels
             ['L0H0', 'L0H1', 'L0H2', 'L0H3', '0_mlp_out', 'embed', 'bias']
         """
-        found = StreamTerms(
+        stream = StreamTerms(
             self,
             layer,
             mlp_input,
@@ -509,24 +553,31 @@ class ResidualMethods(AnalysedRun):
             post_norms=post_norms,
             pos_slice=pos_slice,
         )
-        found.terms.sort(key=lambda term: ("attn", "mixer", "mlp", "embed", "bias").index(term.group))
-        return self._finished(found, mlp_input, apply_ln, return_labels, directions=project_output_onto)
+        order = ("attn", "mixer", "mlp", "embed", "bias")
+        stream.terms.sort(key=lambda term: order.index(term.group))
+        return self._finished(
+            stream, mlp_input, apply_ln, return_labels, directions=project_output_onto
+        )
 
     def _finished(
         self,
-        found: StreamTerms,
+        terms: StreamTerms,
         mlp_input: bool,
         apply_ln: bool,
         return_labels: bool,
         incl_remainder: bool = False,
         directions: Tensor | None = None,
     ) -> Stack:
-        layer, pos_slice = layer_of(self.model, found.end, mlp_input), found.pos_slice
-        stack, labels = found.stacked()
+        layer, pos_slice = layer_of(self.model, terms.end, mlp_input), terms.pos_slice
+        stack, labels = terms.stacked()
         if incl_remainder:
-            reads = require(self, [f"blocks.{layer}.hook_resid_mid"])[0] if mlp_input else stream_at(self, layer)
-            rest = pick(reads, pos_slice, -2) - stack.sum(0)
-            stack, labels = torch.cat([stack, rest[None]]), [*labels, "remainder"]
+            if mlp_input:
+                (stream,) = require(self, [f"blocks.{layer}.hook_resid_mid"])
+            else:
+                stream = stream_at(self, layer)
+            rest = pick(stream, pos_slice, -2) - stack.sum(0)
+            stack = torch.cat([stack, rest[None]])
+            labels.append("remainder")
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
         stack = _along(stack, directions)
@@ -534,53 +585,88 @@ class ResidualMethods(AnalysedRun):
 
 
 def _along(written: Tensor, directions: Tensor | None) -> Tensor:
-    """What is written, or its dot products with directions."""
+    """Return the terms, or their dot products with directions."""
     return written if directions is None else written @ directions.to(written)
 
 
 def _check_fits(
-    stack: Float[Tensor, "..."], scale: Float[Tensor, "..."], everywhere: Float[Tensor, "..."], has_batch_dim: bool
+    stack: Float[Tensor, "..."],
+    scale: Float[Tensor, "..."],
+    everywhere: Float[Tensor, "..."],
+    has_batch_dim: bool,
 ) -> None:
-    """Refuses a stack of other rows or positions than the scale: broadcasting could take one for the other.
+    """Reject a stack whose rows or positions differ from the scale's, since it might be broadcast.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it has other rows or positions.
     """
-    wanted = list(scale.shape[:-1])
-    if not has_batch_dim and wanted[:1] == [1] and len(wanted) == stack.ndim - 1:
-        wanted = wanted[1:]
-    # Whatever comes before the rows counts components: nothing (one stream), one axis, or several (layers and heads).
-    fits = wanted == list(stack.shape[max(0, stack.ndim - 1 - len(wanted)) : -1])
-    # Components of all positions are not layers and heads, though there be as many rows as positions.
+    scaled = list(scale.shape[:-1])
+    if not has_batch_dim and scaled[:1] == [1] and len(scaled) == stack.ndim - 1:
+        scaled = scaled[1:]
+    # All axes before the rows count components: none (one stream), one axis, or several (layers and
+    # heads).
+    fits = scaled == list(stack.shape[max(0, stack.ndim - 1 - len(scaled)) : -1])
+    # Do not take components and positions for layers and heads, even if rows and positions agree in
+    # number.
     of_all = scale.shape != everywhere.shape and stack.shape[1:-1] == everywhere.shape[:-1]
     if not fits or of_all:
         raise ValueError(
-            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the cache has scales "
-            f"for {wanted}: the stack must be [component, {', '.join(map(str, [*wanted, 'd_model']))}], of the same "
-            "positions (give pos_slice to what made it, too)"
+            f"residual_stack has shape {list(stack.shape)}; with this pos_slice and batch_slice the"
+            f" cache has scales for {scaled}: the stack must be [component,"
+            f" {', '.join(map(str, [*scaled, 'd_model']))}], of the same positions (give pos_slice"
+            " to what made it, too)"
         )
 
 
 def _broadcastable(directions: Tensor, terms: Tensor, has_batch_dim: bool) -> Tensor:
-    """The directions with the axes of one term: one for each row of the batch holds for all of its positions."""
+    """Add the axes of one term to the directions, so that a row's direction covers its
+    positions.
+    """
     axes = terms.shape[1:-1]
-    given = directions.shape[:-1]
-    if len(given) == 1 and len(axes) == 2 and has_batch_dim and given[0] == axes[0]:
+    shape = directions.shape[:-1]
+    if len(shape) == 1 and len(axes) == 2 and has_batch_dim and shape[0] == axes[0]:
         return directions.unsqueeze(1)
-    if given and given != axes[len(axes) - len(given) :]:
+    if shape and shape != axes[len(axes) - len(shape) :]:
         raise ValueError(
-            f"tokens of shape {list(given)} do not fit terms of shape {list(axes)} (batch and positions, after "
-            "slicing): give one token, or one for each row, or one for each position"
+            f"tokens of shape {list(shape)} do not fit terms of shape {list(axes)} (batch and"
+            " positions, after slicing): give one token, or one for each row, or one for each"
+            " position"
         )
     return directions
 
 
+def _counts(weight: Tensor, norm_weights: bool | None, model: StudiedBridge) -> bool:
+    """Tell whether to count the final norm's weight; warn if it is left out by default."""
+    if norm_weights is not None:
+        return norm_weights
+    if not model.counts_norm_weights and bool((weight != 1).any()):
+        warnings.warn(_LEFT_OUT, stacklevel=4)
+    return model.counts_norm_weights
+
+
+def _directions_between(
+    model: StudiedBridge, tokens: Tokens, incorrect_tokens: Tokens | None
+) -> Tensor:
+    """Return the directions of tokens, or their differences from those of incorrect tokens."""
+    directions = directions_of(model, tokens)
+    if incorrect_tokens is None:
+        return directions
+    others = directions_of(model, incorrect_tokens)
+    if others.shape != directions.shape:
+        raise ValueError(
+            "tokens and incorrect_tokens have different shapes:"
+            f" {list(directions.shape[:-1])} and {list(others.shape[:-1])}"
+        )
+    return directions - others
+
+
 def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
-    """The columns of the unembedding that belong to tokens; see `TransformerBridge.tokens_to_residual_directions`.
+    """Return the columns of the unembedding that belong to tokens; see
+    `TransformerBridge.tokens_to_residual_directions`.
 
     Args:
         model: the bridge.
-        tokens: as there.
+        tokens: see there.
 
     Example:
         >>> import torch
@@ -590,15 +676,22 @@ def directions_of(model: StudiedBridge, tokens: Tokens) -> Float[Tensor, "*token
         torch.Size([1, 2, 128])
     """
     if isinstance(tokens, str):
-        tokens = model.to_single_token(tokens)
+        tokens = model.to_answer_token(tokens)
     if "unembed.W_U" not in model.weights.getters:
-        raise ValueError(f"{model.cfg.model_name} has no unembedding: nothing is attributed to logits")
-    ids = torch.as_tensor(tokens)
+        raise ValueError(
+            f"{model.cfg.model_name} has no unembedding, so there are no logits to attribute"
+        )
+    ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, device="cpu")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token")
+        raise TypeError(
+            f"tokens are {ids.dtype}; they must be whole numbers, or the text of one token"
+        )
     if ids.numel() == 1:
         ids = ids.reshape(())
     n = model.cfg.d_vocab_out
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < n:
-        raise ValueError(f"tokens go from {int(ids.min())} to {int(ids.max())}; the model has logits for 0 to {n - 1}")
+        raise ValueError(
+            f"tokens go from {int(ids.min())} to {int(ids.max())}; the model has logits for 0 to"
+            f" {n - 1}"
+        )
     return model.weights.unembedding_of(ids)

@@ -1,4 +1,4 @@
-"""Hook points in a basis of the user's: how one is placed, and the bases that come with the package."""
+"""Hook points in a user-defined basis, and the bases of this package."""
 
 from adapters.views.basis import Basis
 from bridge.bases.bases import CrossLayer, Directions, Neurons, Rotation

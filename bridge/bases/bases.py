@@ -1,9 +1,10 @@
-"""Placing a hook point in a basis: what is refused, and what the point is."""
+"""Hook points in a basis: the checks, and the declaration of the hook point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,15 +16,19 @@ from adapters.norms import NormalizedOutput, NormNormalized
 from adapters.points import LinkedPoint, Point
 from adapters.views import View
 from adapters.views.basis import Basis, Error, InBasis, dense
+from adapters.views.values import fingerprints, is_readable
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import close, itself
+from bridge.modules import close, itself
 
-#: SAELens' normalisations of which `decode` undoes what the last `encode` remembered.
+#: An activation, ``[..., d]``, and its features, ``[..., n]``.
+Activation = Float[Tensor, "... d"]
+Features = Float[Tensor, "... n"]
+#: SAELens' normalisations for which `decode` inverts the last `encode`.
 _AT_RUN_TIME = ("constant_norm_rescale", "layer_norm")
 
 
 @dataclass(frozen=True)
-class FunctionBasis:
+class _FunctionBasis:
     """A basis of two functions.
 
     Attributes:
@@ -35,45 +40,49 @@ class FunctionBasis:
 
 
 def modules_of(basis: Basis) -> list[nn.Module]:
-    """The modules that hold a basis's tensors; none where it is no module.
+    """Return the modules that hold a basis's tensors; empty if the basis is not a module.
 
     Args:
         basis: the basis.
     """
-    if isinstance(basis, FunctionBasis):  # those whose methods they are, each once
-        owners = (getattr(function, "__self__", function) for function in (basis.encode, basis.decode))
-        return list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
-    if isinstance(basis, LaterWrite):
+    if isinstance(basis, _FunctionBasis):  # the owners of these methods, each once
+        owners = [getattr(x, "__self__", x) for x in (basis.encode, basis.decode)]
+        return list(dict.fromkeys(x for x in owners if isinstance(x, nn.Module)))
+    if isinstance(basis, _LaterWrite):
         return modules_of(basis.basis)
     return [basis] if isinstance(basis, nn.Module) else []
 
 
 def one_of(
-    basis: Basis | None, encode: Callable[[Tensor], Tensor] | None, decode: Callable[[Tensor], Tensor] | None
+    basis: Basis | None,
+    encode: Callable[[Tensor], Tensor] | None,
+    decode: Callable[[Tensor], Tensor] | None,
 ) -> Basis:
-    """The basis that was given, or that of two functions.
+    """Return the given basis, or one that consists of the two given functions.
 
     Args:
         basis, encode, decode: see `TransformerBridge.add_basis`.
 
     Raises:
-        TypeError: neither is whole, or both are there.
+        TypeError: neither is complete, or both are given.
     """
     if basis is not None and encode is None and decode is None:
         return basis
     if basis is None and encode is not None and decode is not None:
-        return FunctionBasis(encode, decode)
-    raise TypeError("give either a basis, with encode and decode, or both functions: encode=..., decode=...")
+        return _FunctionBasis(encode, decode)
+    raise TypeError(
+        "give either a basis, with encode and decode, or both functions: encode=..., decode=..."
+    )
 
 
 @dataclass(frozen=True)
-class LaterWrite:
-    """What a layer of a cross-layer transcoder is at a later point.
+class _LaterWrite:
+    """The write of a cross-layer transcoder's layer at a later hook point.
 
     Attributes:
         basis: the layer.
         decode_later: its method of that name.
-        ahead: how many points behind its own.
+        ahead: how many hook points after its own.
     """
 
     basis: Basis
@@ -81,20 +90,20 @@ class LaterWrite:
     ahead: int
 
     def encode(self, x: Tensor) -> Tensor:
-        """The layer's features."""
+        """Return the layer's features."""
         return self.basis.encode(x)
 
     def decode(self, features: Tensor) -> Tensor:
-        """What they add here."""
+        """Return the features' contribution at this hook point."""
         return self.decode_later(features, self.ahead)
 
 
 @dataclass(frozen=True)
 class BasisRequest:
-    """What `TransformerBridge.add_basis` is asked for.
+    """The arguments of `TransformerBridge.add_basis`.
 
     Attributes:
-        name, basis, point, reads, later, skip, error: see there; hook points in the place of names.
+        name, basis, point, reads, later, skip, error: see there; with hook points instead of names.
     """
 
     name: str
@@ -107,11 +116,12 @@ class BasisRequest:
 
     @property
     def keeps(self) -> bool:
-        """Whether what the basis does not explain stays."""
+        """Tell whether the error term, which the basis does not explain, is kept."""
         return isinstance(self.error, str) and self.error == "keep"
 
     def points(self, cfg: ModelConfig, model: nn.Module) -> list[Point]:
-        """The declarations of the hook point in the basis, and of those that take over its features later.
+        """Return the declarations of the hook point in the basis, and of the later points it writes
+        to.
 
         Args:
             cfg: the facts about the model.
@@ -120,72 +130,113 @@ class BasisRequest:
         Raises:
             ValueError, TypeError: see `TransformerBridge.add_basis`.
         """
-        if late := [reads.name for reads in self.reads if reads.order >= self.point.order]:
-            raise ValueError(
-                f"{', '.join(late)} does not come before {self.point.name}: features of it cannot be written there"
-            )
-        axes = {tuple(reads.point.axes.split()) for reads in self.reads}
-        if len(axes) > 1 or len({*self.reads}) < len(self.reads):
-            read = ", ".join(f"{reads.name} [{reads.point.axes}]" for reads in self.reads)
-            raise ValueError(f"the features of {self.name} are of {read}: several points are different, with like axes")
+        self._check_reads()
         own = self._point(self.point, self.name, self.basis, cfg, model)
-        before = self.point
-        for hook in self.later:
-            if hook.order <= before.order:
-                raise ValueError(f"{hook.name} does not come behind {before.name}: features cannot be written there")
-            before = hook
-        wanted = getattr(self.basis, "n_later", 0)
-        if len(self.later) != wanted:
-            raise ValueError(
-                f"the features of {own.name} are written at {wanted} later points, and later= names {len(self.later)}"
-            )
+        self._check_later(own.name)
         if not self.later:
             return [own]
-        if not callable(decode_later := getattr(self.basis, "decode_later", None)):
-            raise TypeError(f"the basis {self.name} is {type(self.basis).__name__}, which has no method decode_later")
+        decode_later = getattr(self.basis, "decode_later", None)
+        if not callable(decode_later):
+            raise TypeError(
+                f"the basis {self.name} is {type(self.basis).__name__}, which has no method"
+                " decode_later"
+            )
         if not self.reads:
-            raise ValueError(f"the features of {own.name} are written at later points: say what they are of (reads=)")
+            raise ValueError(
+                f"the features of {own.name} are written at later points: say what they are of"
+                " (reads=)"
+            )
         name = f"{self.name}_of_{self.point.point.depth}"
-        others = [
-            self._point(hook, name, LaterWrite(self.basis, decode_later, at), cfg, model)
-            for at, hook in enumerate(self.later, start=1)
-        ]
+        others = []
+        for ahead, hook in enumerate(self.later, start=1):
+            write = _LaterWrite(self.basis, decode_later, ahead)
+            others.append(self._point(hook, name, write, cfg, model))
         linked = tuple(LinkedPoint(other.name, itself) for other in others)
         return [replace(own, linked=linked), *others]
 
-    def _point(self, base: HookPoint, name: str, basis: Basis, cfg: ModelConfig, model: nn.Module) -> Point:
+    def _check_reads(self) -> None:
+        """Check that the points that it reads come before its own point, and have the same axes.
+
+        Raises:
+            ValueError: see `TransformerBridge.add_basis`.
+        """
+        late = [hook.name for hook in self.reads if hook.order >= self.point.order]
+        if late:
+            raise ValueError(
+                f"{', '.join(late)} does not come before {self.point.name}: features of it cannot"
+                " be written there"
+            )
+        axes = {tuple(hook.point.axes.split()) for hook in self.reads}
+        repeated = len({*self.reads}) < len(self.reads)
+        if len(axes) > 1 or repeated:
+            shown = ", ".join(f"{hook.name} [{hook.point.axes}]" for hook in self.reads)
+            raise ValueError(
+                f"the features of {self.name} are of {shown}: several points are different, with"
+                " like axes"
+            )
+
+    def _check_later(self, name: str) -> None:
+        """Check the order and the number of the later points that it writes to.
+
+        Raises:
+            ValueError: see `TransformerBridge.add_basis`.
+        """
+        before = self.point
+        for hook in self.later:
+            if hook.order <= before.order:
+                raise ValueError(
+                    f"{hook.name} does not come behind {before.name}: features cannot be written"
+                    " there"
+                )
+            before = hook
+        n_later = getattr(self.basis, "n_later", 0)
+        if len(self.later) != n_later:
+            raise ValueError(
+                f"the features of {name} are written at {n_later} later points, and later= names"
+                f" {len(self.later)}"
+            )
+
+    def _point(
+        self, base: HookPoint, name: str, basis: Basis, cfg: ModelConfig, model: nn.Module
+    ) -> Point:
+        """Return the declaration of a hook point in a basis."""
         full = f"{base.name}.{name}"
-        axes = base.point.axes.split()
         self._check(base, name, cfg)
-        config = getattr(basis, "cfg", None)
-        stateful = getattr(config, "normalize_activations", None) in _AT_RUN_TIME
-        if getattr(basis, "hook_z_reshaping_mode", False) and axes[-2:] == ["n_heads", "d_head"]:
-            axes = axes[:-1]  # SAELens' SAEs of all heads together
-        later = isinstance(basis, LaterWrite)
+        normalization = getattr(getattr(basis, "cfg", None), "normalize_activations", None)
+        later = isinstance(basis, _LaterWrite)
+        error, skip = self.error, self.skip
+        if later:
+            error, skip = "keep" if self.keeps else "drop", None
+        reads = [(hook.name, _readable(hook, model)) for hook in self.reads]
+        view = InBasis(
+            full,
+            base.view,
+            basis,
+            error,
+            reads,
+            skip,
+            normalization in _AT_RUN_TIME,
+            on_top=later,
+        )
+        point = base.point
+        axes = point.axes.split()
+        over_heads = getattr(basis, "hook_z_reshaping_mode", False)
+        n_replaced = 2 if over_heads and axes[-2:] == ["n_heads", "d_head"] else 1
         return replace(
-            base.point,
+            point,
             name=full,
-            view=InBasis(
-                full,
-                base.view,
-                basis,
-                self.error if self.keeps or not later else "drop",
-                [(reads.name, _readable(reads, model)) for reads in self.reads],
-                None if later else self.skip,
-                stateful,
-                on_top=later,
-            ),
-            axes=" ".join([*axes[:-1], "feature"]),
+            view=view,
+            axes=" ".join([*axes[:-n_replaced], "feature"]),
             group="extra",
             flag=None,
-            aliases=tuple(f"{alias}.{name}" for alias in base.point.aliases),
-            sources=(*base.point.sources, *[reads.point.site for reads in self.reads]),
+            aliases=tuple(f"{alias}.{name}" for alias in point.aliases),
+            sources=(*point.sources, *[hook.point.site for hook in self.reads]),
             linked=(),
             separate_consumers=(),
         )
 
     def _check(self, base: HookPoint, name: str, cfg: ModelConfig) -> None:
-        """Refuses what cannot be a basis at a hook point.
+        """Reject a basis that does not fit the hook point.
 
         Raises:
             ValueError, TypeError: see `TransformerBridge.add_basis`.
@@ -193,63 +244,73 @@ class BasisRequest:
         basis = self.basis
         if not name.isidentifier():
             raise ValueError(
-                f"the name of a basis is {name!r}; it becomes the end of {base.name}.NAME: a word without dots"
+                f"the name of a basis is {name!r}; it becomes the end of {base.name}.NAME: a word"
+                " without dots"
             )
         if base.point.linked:
-            fed = ", ".join(follower.name for follower in base.point.linked)
-            raise ValueError(f"{base.name} hands on to {fed}, which would not see what a basis there changes")
+            followers = ", ".join(follower.name for follower in base.point.linked)
+            raise ValueError(
+                f"{base.name} hands on to {followers}, which would not see what a basis there"
+                " changes"
+            )
         if len(base.point.axes.split()) < 3:
             raise ValueError(
-                f"{base.name} has the axes [{base.point.axes}]: no axis of features that a basis could be of"
+                f"{base.name} has the axes [{base.point.axes}]: no axis of features that a basis"
+                " could be of"
             )
-        for part in ("encode", "decode"):
-            if not callable(getattr(basis, part, None)):
-                raise TypeError(f"the basis {name} is {type(basis).__name__}, which has no method {part}")
+        for method in ("encode", "decode"):
+            if not callable(getattr(basis, method, None)):
+                raise TypeError(
+                    f"the basis {name} is {type(basis).__name__}, which has no method {method}"
+                )
         if isinstance(self.error, str) and self.error not in ("keep", "drop"):
             raise ValueError(
-                f'error is {self.error!r}; it is "keep", "drop", or a tensor to be added to what is decoded'
+                f'error is {self.error!r}; it is "keep", "drop", or a tensor to be added to what is'
+                " decoded"
             )
-        if self.skip is None and getattr(basis, "W_skip", None) is not None and not self.keeps:
+        has_skip = getattr(basis, "W_skip", None) is not None
+        if has_skip and self.skip is None and not self.keeps:
             raise ValueError(
-                f"the basis {name} has a skip path (W_skip): give it as skip=, a function of what is read, so that it "
-                "is not left out with the error"
+                f"the basis {name} has a skip path (W_skip): give it as skip=, a function of what"
+                " is read, so that it is not left out with the error"
             )
         _check_tensors(f"{base.name}.{name}", basis, cfg)
 
 
 def takes_over(hook: HookPoint) -> bool:
-    """Whether a hook point shows features of an earlier one (a cross-layer transcoder's), at which they are changed.
+    """Tell whether a hook point shows the features of an earlier hook point (in a cross-layer
+    transcoder).
 
     Args:
         hook: the hook point.
     """
-    return isinstance(hook.view, InBasis) and isinstance(hook.view.basis, LaterWrite)
+    return isinstance(hook.view, InBasis) and isinstance(hook.view.basis, _LaterWrite)
 
 
 def written_later(
     base: str, layers: Iterable[HookPoint], hooks: Mapping[str, HookPoint]
 ) -> list[tuple[HookPoint, InBasis]]:
-    """Which layers of a cross-layer transcoder are written at a point behind their own, and how.
+    """Return which layers of a cross-layer transcoder write to a later hook point, and how.
 
     Args:
         base: the point.
         layers: the hook points of their features.
         hooks: all hook points.
     """
-    found = []
+    writes = []
     for layer in layers:
         for follower in layer.point.linked:
             view = hooks[follower.name].view
             if follower.name.rpartition(".")[0] == base and isinstance(view, InBasis):
-                found.append((layer, view))
-    return found
+                writes.append((layer, view))
+    return writes
 
 
 def _readable(reads: HookPoint, model: nn.Module) -> View:
-    """How a point is seen by a basis that stands elsewhere.
+    """Return how a basis reads a hook point other than its own.
 
     Raises:
-        ValueError: it is seen with the help of its module's call, or of other sites.
+        ValueError: it depends on its module's call, or on other sites.
     """
     point, view = reads.point, reads.view
     if isinstance(view, NormNormalized) and not (view.shared or view.kind.gate):
@@ -257,50 +318,59 @@ def _readable(reads: HookPoint, model: nn.Module) -> View:
         weight = None if view.kind.centered else view.kind.weight(module)
         if weight is None or bool((weight != 0).all()):
             return NormalizedOutput(view.kind)
-        raise ValueError(f"a basis cannot read at {reads.name}: the norm's weight has zeros. Read at the norm's input")
-    if view.contextual or view.at_once or point.sources or point.site.kind not in ("input", "output"):
         raise ValueError(
-            f"a basis that writes elsewhere cannot read at {reads.name}, which is worked out inside a call of its "
-            "module: read at a point that is a module's input or output as it stands (in most models hook_resid_mid, "
-            "ln2.hook_normalized or hook_attn_out)"
+            f"a basis cannot read at {reads.name}: the norm's weight has zeros. Read at the norm's"
+            " input"
+        )
+    at_module = point.site.kind in ("input", "output")
+    if view.contextual or view.at_once or point.sources or not at_module:
+        raise ValueError(
+            f"a basis that writes elsewhere cannot read at {reads.name}, which is computed inside"
+            " a call of its module: read at a point that is a module's input or output as it"
+            " stands (in most models hook_resid_mid, ln2.hook_normalized or hook_attn_out)"
         )
     return view
 
 
 def _check_tensors(full: str, basis: Basis, cfg: ModelConfig) -> None:
-    """Refuses tensors that are elsewhere than the model, or of another type.
+    """Reject tensors whose device or dtype differs from the model's.
 
     Raises:
-        ValueError: one is.
+        ValueError: a tensor's device or dtype differs.
     """
     own = torch.device(cfg.device).type
     for module in modules_of(basis):
         for tensor in (*module.parameters(), *module.buffers()):
             wrong_type = tensor.is_floating_point() and tensor.dtype != cfg.dtype
-            if wrong_type or tensor.device.type != own != "meta":  # a model without weights is nowhere
+            # A model without weights has no device.
+            if wrong_type or tensor.device.type != own != "meta":
                 raise ValueError(
-                    f"{full}: the basis holds {tensor.dtype} on {tensor.device}, and the model is {cfg.dtype} on "
-                    f"{cfg.device}. Move the basis (.to), or give functions that convert: encode=..., decode=..."
+                    f"{full}: the basis holds {tensor.dtype} on {tensor.device}, and the model is"
+                    f" {cfg.dtype} on {cfg.device}. Move the basis (.to), or give functions that"
+                    " convert: encode=..., decode=..."
                 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bases that come with the package: directions, rotations, single neurons, layers of a cross-layer transcoder.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Bases that come with the package: directions, rotations, single neurons, layers of a cross-layer
+# transcoder.
+# --------------------------------------------------------------------------------------------------
 
 
 class Directions(nn.Module):
-    """The span of one direction or several; the features are the coordinates in it.
+    """The span of one or several directions; the features are the coordinates in it.
 
-    One coordinate can be changed without another: where the directions are not orthonormal, `encode` is the
-    pseudo-inverse and no product with the directions. What is orthogonal to all of them is not explained.
+    Coordinates can be changed independently: if the directions are not orthonormal, `encode` uses
+    the pseudo-inverse, not the product with the directions. The orthogonal complement is not
+    explained.
 
     Args:
         directions: the directions as columns ``[d, n]``, or one direction ``[d]``; of any length.
-        orthonormal: say True where the columns are orthonormal: it is checked, and `encode` is a product with them.
+        orthonormal: True if the columns are orthonormal: this is checked, and `encode` is then a
+            product with them.
 
     Raises:
-        ValueError: they are not orthonormal though that was said; or they are not linearly independent.
+        ValueError: they are declared orthonormal but are not; or they are not linearly independent.
 
     Example:
         >>> import torch
@@ -319,38 +389,53 @@ class Directions(nn.Module):
         super().__init__()
         columns = directions.detach().reshape(len(directions), -1)
         if directions.ndim not in (1, 2) or not columns.numel():
-            raise ValueError(f"directions have shape {list(directions.shape)}; they are [d], or columns [d, n]")
-        wide = columns.double()
-        if orthonormal:
-            far = float((wide.T @ wide - torch.eye(wide.shape[1], device=wide.device)).abs().max())
-            if far > 1e-3:
-                raise ValueError(
-                    f"the directions are not orthonormal: their products are up to {far:.3g} off the identity"
-                )
-        elif int(torch.linalg.matrix_rank(wide)) < wide.shape[1]:
             raise ValueError(
-                f"the {wide.shape[1]} directions are not linearly independent: their coordinates are not determined"
+                f"directions have shape {list(directions.shape)}; they are [d], or columns [d, n]"
             )
-        dual = columns if orthonormal else torch.linalg.pinv(wide).T.to(columns.dtype)
+        exact, n = columns.double(), columns.shape[1]
+        if orthonormal:
+            identity = torch.eye(n, device=exact.device)
+            error = float((exact.T @ exact - identity).abs().max())
+            if error > 1e-3:
+                raise ValueError(
+                    f"the directions are not orthonormal: their products are up to {error:.3g} off"
+                    " the identity"
+                )
+        elif int(torch.linalg.matrix_rank(exact)) < n:
+            raise ValueError(
+                f"the {n} directions are not linearly independent: their coordinates are not"
+                " determined"
+            )
+        dual = columns if orthonormal else torch.linalg.pinv(exact).T.to(columns.dtype)
         self.register_buffer("columns", columns.clone())
         self.register_buffer("dual", dual.clone())
+        self._columns_of_dual = fingerprints(self.columns)
 
-    def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... n"]:
-        """The coordinates."""
+    def encode(self, x: Activation) -> Features:
+        """Return the coordinates."""
+        if not torch.compiler.is_compiling() and is_readable(x):
+            self._update_dual()
         return x @ self.dual
 
-    def decode(self, features: Float[Tensor, "... n"]) -> Float[Tensor, "... d"]:
-        """The vector with these coordinates."""
+    def _update_dual(self) -> None:
+        """Compute the pseudo-inverse anew if the directions were written to."""
+        present = fingerprints(self.columns)
+        if present and present != self._columns_of_dual:
+            dual = torch.linalg.pinv(self.columns.double()).T
+            self.dual, self._columns_of_dual = dual.to(self.columns.dtype), present
+
+    def decode(self, features: Features) -> Activation:
+        """Return the vector with these coordinates."""
         return features @ self.columns.T
 
 
 class Rotation(nn.Module):
-    """A subspace by an orthonormal basis that can be trained: it stays orthonormal (Geiger et al. 2023, "DAS").
+    """A subspace with a trainable basis that stays orthonormal (Geiger et al. 2023, "DAS").
 
     Args:
         d: the width of the activation.
         n: the dimension of the subspace; None: `d`, a rotation of the whole space.
-        generator: draws the subspace that it begins with; None: torch's own.
+        generator: draws the initial subspace; None: torch's default generator.
 
     Raises:
         ValueError: there is no such subspace.
@@ -360,18 +445,27 @@ class Rotation(nn.Module):
         >>> from bridge.bases import Rotation
         >>> rotation = Rotation(8, 3)
         >>> x = torch.randn(2, 8)
-        >>> bool((rotation.encode(rotation.decode(rotation.encode(x))) - rotation.encode(x)).abs().max() < 1e-5)
+        >>> bool(
+        ...     (rotation.encode(rotation.decode(rotation.encode(x))) - rotation.encode(x))
+        ...     .abs()
+        ...     .max()
+        ...     < 1e-5
+        ... )
         True
     """
 
-    def __init__(self, d: int, n: int | None = None, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, d: int, n: int | None = None, *, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         n = d if n is None else n
         if not 1 <= n <= d:
             raise ValueError(f"a subspace of dimension {n} of a space of dimension {d}")
-        start, _ = torch.linalg.qr(torch.randn(d, n, generator=generator))
-        seed = int(torch.randint(2**62, (), generator=generator))
-        with torch.random.fork_rng(devices=()), torch.no_grad():  # torch draws the rest of the space by its own numbers
+        drawn = torch.randn(d, n, generator=generator, device="cpu")
+        start, _ = torch.linalg.qr(drawn)
+        seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
+        # Torch draws the rest of the space from its own random numbers.
+        with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.manual_seed(seed)
             linear = nn.Linear(n, d, bias=False)
             linear.weight.copy_(start)
@@ -379,29 +473,33 @@ class Rotation(nn.Module):
 
     @property
     def columns(self) -> Float[Tensor, "d n"]:
-        """The basis."""
-        weight = self.linear.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        """Return the columns of the basis."""
+        parametrization: Any = self.linear.parametrizations
+        (turn,), original = parametrization.weight, parametrization.weight.original
+        reflections = original.tril(diagonal=-1)
+        scales = 2 / (1 + reflections.square().sum(-2))
+        # Torch's own forward multiplies by the parameter's diagonal, cut to integers. It begins as
+        # -1, and one step of weight decay (AdamW) makes it 0.
+        return -(turn.base @ torch.linalg.householder_product(reflections, scales))
 
-    def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... n"]:
-        """The coordinates in the subspace."""
+    def encode(self, x: Activation) -> Features:
+        """Return the coordinates in the subspace."""
         return x @ self.columns
 
-    def decode(self, features: Float[Tensor, "... n"]) -> Float[Tensor, "... d"]:
-        """The vector in the subspace with these coordinates."""
+    def decode(self, features: Features) -> Activation:
+        """Return the vector in the subspace with these coordinates."""
         return features @ self.columns.T
 
 
 class Neurons(nn.Module):
-    """Some of an activation's own coordinates.
+    """A basis of some of an activation's own coordinates.
 
     Args:
         d: the width of the activation.
-        indices: which.
+        indices: the coordinates.
 
     Raises:
-        ValueError: an index is not there, or is there twice.
+        ValueError: an index is out of range, or occurs twice.
 
     Example:
         >>> import torch
@@ -415,33 +513,39 @@ class Neurons(nn.Module):
 
     def __init__(self, d: int, indices: Sequence[int]) -> None:
         super().__init__()
-        if not indices or len(set(indices)) < len(indices) or not 0 <= min(indices) <= max(indices) < d:
-            raise ValueError(f"indices are {list(indices)}; each of them is once there, from 0 to {d - 1}")
+        repeated = len(set(indices)) < len(indices)
+        if not indices or repeated or min(indices) < 0 or max(indices) >= d:
+            raise ValueError(
+                f"indices are {list(indices)}; each of them is once there, from 0 to {d - 1}"
+            )
         self.d = d
-        self.register_buffer("indices", torch.tensor(indices))
+        self.register_buffer("indices", torch.tensor(indices, device="cpu"))
 
-    def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... n"]:
-        """The chosen coordinates."""
+    def encode(self, x: Activation) -> Features:
+        """Return the chosen coordinates."""
         return x[..., self.indices]
 
-    def decode(self, features: Float[Tensor, "... n"]) -> Float[Tensor, "... d"]:
-        """The vector that has these, and zeros elsewhere."""
+    def decode(self, features: Features) -> Activation:
+        """Return the vector with these coordinates, and zeros elsewhere."""
         wide = features.new_zeros(*features.shape[:-1], self.d)
         return wide.index_copy(-1, self.indices, features)
 
 
 class CrossLayer(nn.Module):
-    """One layer of a cross-layer transcoder, or a crosscoder: features of one point or several, written at several.
+    """One layer of a cross-layer transcoder, or a crosscoder: features of one or several points,
+    written to several points.
 
-    The tensors are those of one layer of circuit-tracer's `CrossLayerTranscoder` (Ameisen et al. 2025, "Circuit
-    Tracing"), whose layers are all placed to have the whole.
+    The tensors have the layout of one layer of circuit-tracer's `CrossLayerTranscoder` (Ameisen et
+    al. 2025, "Circuit Tracing"); add all layers to add the whole transcoder.
 
     Args:
-        W_enc: ``[feature, d]``, from what is read to the features; of several points ``[feature, read, d]``.
+        W_enc: ``[feature, d]``, from the input to the features; for several points ``[feature,
+            read, d]``.
         b_enc: ``[feature]``.
-        W_dec: ``[feature, point, d_out]``, what is written at the layer's own point and at those behind it.
-        b_dec: ``[d_out]``, added at the layer's own point alone.
-        threshold: of a JumpReLU, ``[feature]``; None: a ReLU.
+        W_dec: ``[feature, point, d_out]``, the directions written at the layer's own point and at
+            later points.
+        b_dec: ``[d_out]``, added only at the layer's own point.
+        threshold: the threshold of a JumpReLU, ``[feature]``; None: a ReLU.
 
     Raises:
         ValueError: the sizes do not fit each other.
@@ -451,10 +555,20 @@ class CrossLayer(nn.Module):
         >>> from bridge import TransformerBridge
         >>> from bridge.bases import CrossLayer
         >>> bridge = TransformerBridge.boot_embedded()
-        >>> reads, writes = ([f"blocks.{i}.{name}" for i in range(4)] for name in ("hook_resid_mid", "hook_mlp_out"))
+        >>> reads, writes = (
+        ...     [f"blocks.{i}.{name}" for i in range(4)]
+        ...     for name in ("hook_resid_mid", "hook_mlp_out")
+        ... )
         >>> for i in range(4):
-        ...     layer = CrossLayer(torch.randn(6, 128), torch.zeros(6), torch.randn(6, 4 - i, 128), torch.zeros(128))
-        ...     point = bridge.add_basis(writes[i], "clt", layer, reads=reads[i], later=writes[i + 1 :])
+        ...     layer = CrossLayer(
+        ...         torch.randn(6, 128),
+        ...         torch.zeros(6),
+        ...         torch.randn(6, 4 - i, 128),
+        ...         torch.zeros(128),
+        ...     )
+        ...     point = bridge.add_basis(
+        ...         writes[i], "clt", layer, reads=reads[i], later=writes[i + 1 :]
+        ...     )
         >>> _, cache = bridge.run_with_cache("Mary and", names_filter="blocks.1.hook_mlp_out.clt")
         >>> cache["blocks.1.hook_mlp_out.clt"].shape
         torch.Size([1, 3, 6])
@@ -477,88 +591,104 @@ class CrossLayer(nn.Module):
         threshold: Float[Tensor, " feature"] | None = None,
     ) -> None:
         super().__init__()
-        parts = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec, "threshold": threshold}
-        sizes = {name: list(value.shape) for name, value in parts.items() if value is not None}
-        n, out = W_enc.shape[0], b_dec.shape[0]
-        if [b_enc.shape[0], W_dec.shape[0], W_dec.shape[2]] != [n, n, out] or sizes.get("threshold", [n]) != [n]:
+        tensors = {
+            "W_enc": W_enc,
+            "b_enc": b_enc,
+            "W_dec": W_dec,
+            "b_dec": b_dec,
+            "threshold": threshold,
+        }
+        sizes = {name: list(value.shape) for name, value in tensors.items() if value is not None}
+        n = W_enc.shape[0]
+        fits = len(b_enc) == len(W_dec) == n and W_dec.shape[2] == len(b_dec)
+        if not fits or sizes.get("threshold", [n]) != [n]:
             raise ValueError(f"the sizes of a layer do not fit each other: {sizes}")
         self.n_later = W_dec.shape[1] - 1
-        for name, value in parts.items():
+        for name, value in tensors.items():
             self.register_buffer(name, None if value is None else value.detach().clone())
 
-    def encode(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... feature"]:
-        """The features."""
+    def encode(self, x: Activation) -> Float[Tensor, "... feature"]:
+        """Return the features."""
         if self.W_enc.ndim > 2:
             x = x.flatten(-2)
         before = x @ self.W_enc.flatten(1).T + self.b_enc
-        return before.relu() if self.threshold is None else before * (before > self.threshold)
+        if self.threshold is None:
+            return before.relu()
+        return before * (before > self.threshold)
 
     def decode(self, features: Float[Tensor, "... feature"]) -> Float[Tensor, "... d_out"]:
-        """What they explain at the layer's own point."""
+        """Return the reconstruction at the layer's own hook point."""
         return features @ self.W_dec[:, 0] + self.b_dec
 
-    def decode_later(self, features: Float[Tensor, "... feature"], ahead: int) -> Float[Tensor, "... d_out"]:
-        """What they add at the point that is so many behind."""
+    def decode_later(
+        self, features: Float[Tensor, "... feature"], ahead: int
+    ) -> Float[Tensor, "... d_out"]:
+        """Return the contribution at the hook point a given number of layers later."""
         return features @ self.W_dec[:, ahead]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a basis makes of a position, or of a row of a batch: the same whatever the others are, or not.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Whether a basis treats positions, or rows of a batch, independently of each other.
+# --------------------------------------------------------------------------------------------------
 
 
 def read_by(hooks: Sequence[HookPoint]) -> dict[HookPoint, str]:
-    """Of the hook points that are in a basis, the names of those that their features are of.
+    """Return the name of the hook point that each hook point in a basis is computed from.
 
     Args:
         hooks: any hook points.
 
     Raises:
-        ValueError: features of several points, which none of those who ask can tell apart by row or position.
+        ValueError: the features read several points, which callers cannot separate by row or
+            position.
     """
-    found = {}
+    sources = {}
     for hook in hooks:
-        if isinstance(hook.view, InBasis):
-            if len(hook.view.reads) > 1:
-                names = ", ".join(name for name, _ in hook.view.reads)
-                raise ValueError(
-                    f"{hook.name} is of several points ({names}): it is offered in runs, with hooks, caches and "
-                    "traces, and in graphs of features, but not in sweeps, harvests and batches of requests"
-                )
-            found[hook] = hook.view.reads[0][0] if hook.view.reads else hook.name.rpartition(".")[0]
-    return found
+        if not isinstance(hook.view, InBasis):
+            continue
+        names = [name for name, _ in hook.view.reads]
+        if len(names) > 1:
+            raise ValueError(
+                f"{hook.name} is of several points ({', '.join(names)}): it is offered in runs,"
+                " with hooks, caches and traces, and in graphs of features, but not in sweeps,"
+                " harvests and batches of requests"
+            )
+        sources[hook] = names[0] if names else hook.name.rpartition(".")[0]
+    return sources
 
 
 def by_position(hook: HookPoint, read: Float[Tensor, "batch pos ..."]) -> bool:
-    """Whether a basis gives each position the same, wherever it is and whatever the others are: tried on an activation.
+    """Test on an activation whether a basis treats each position independently of the others.
 
     Args:
         hook: the point in the basis.
-        read: what its features are of.
+        read: the activation that its features are computed from.
     """
     moved = read.roll(1, 1)
     moved[:, ::2] = 0
-    there = reconstructed(hook, read).roll(1, 1)
-    return read.shape[1] == 1 or close(reconstructed(hook, moved)[:, 1::2], there[:, 1::2])
+    expected = reconstructed(hook, read).roll(1, 1)
+    result = reconstructed(hook, moved)
+    return read.shape[1] == 1 or close(result[:, 1::2], expected[:, 1::2])
 
 
 def by_row(hook: HookPoint, read: Float[Tensor, "batch pos ..."]) -> bool:
-    """Whether a basis gives each row of a batch the same whatever the others are: tried with larger ones behind it.
+    """Test whether a basis treats each row of a batch independently of the others.
 
     Args:
         hook: the point in the basis.
-        read: what its features are of.
+        read: the activation that its features are computed from.
     """
     crowd = torch.cat([read, 3 * read.roll(1, 1)])
-    return close(reconstructed(hook, crowd)[: len(read)], reconstructed(hook, read))
+    in_crowd = reconstructed(hook, crowd)[: len(read)]
+    return close(in_crowd, reconstructed(hook, read))
 
 
 def reconstructed(hook: HookPoint, x: Float[Tensor, "batch pos ..."]) -> Tensor:
-    """What a basis explains of an activation.
+    """Return a basis's reconstruction of an activation.
 
     Args:
         hook: the point in the basis.
-        x: what its features are of.
+        x: the activation that its features are computed from.
     """
     view = hook.view
     assert isinstance(view, InBasis)

@@ -1,7 +1,7 @@
-"""Circuits: which edges of a model's computation graph a behaviour needs, and how much of it they keep.
+"""Circuits: the edges of a computation graph that a behaviour needs, and their faithfulness.
 
-Scores of edges come from `edge_effects` (exact) or `edge_attribution` (from gradients); `EdgeScores` chooses circuits
-by them; `Circuit.evaluate` and `faithfulness_curve` say how faithful these are.
+`edge_effects` (exact) and `edge_attribution` (from gradients) compute scores of edges. `EdgeScores`
+selects circuits by score. `Circuit.evaluate` and `faithfulness_curve` measure their faithfulness.
 """
 
 from bridge.circuits.attribution import (
@@ -14,7 +14,14 @@ from bridge.circuits.attribution import (
     path_patching,
     trained_edges,
 )
-from bridge.circuits.circuits import SHARES, Circuit, EdgeScores, NodeScores, faithfulness_curve, joined
+from bridge.circuits.circuits import (
+    SHARES,
+    Circuit,
+    EdgeScores,
+    NodeScores,
+    faithfulness_curve,
+    joined,
+)
 from bridge.circuits.edge_runs import Curve, Evaluation, mean_outputs
 from bridge.circuits.graph import Graph, LayerShape, Metric, kl_divergence, logit_difference
 

@@ -1,9 +1,10 @@
-"""Scores of edges and nodes: what replacing each does to a metric, from gradients or measured; or trained."""
+"""Scores of edges and nodes: estimated from gradients, measured, or trained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,36 +12,41 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from bridge.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.bridge import TransformerBridge
 from bridge.circuits.circuits import EdgeScores, NodeScores
-from bridge.circuits.edge_runs import OwnKeys, ablated, effects_of_edges, graph_of, run_with_edges_replaced
+from bridge.circuits.edge_runs import (
+    AblatedPair,
+    OwnKeys,
+    ablate,
+    effects_of_edges,
+    graph_of,
+    run_with_edges_replaced,
+)
 from bridge.circuits.graph import (
     Graph,
     Metric,
     Port,
-    SenderOutputs,
     check_rate,
     divergence_at_last_tokens,
     gradients_of,
     one_number,
-    pairs_of,
     refuse_another_sum,
     refuse_inference_mode,
     token_mask,
     written,
-    written_in_both,
 )
-from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import close
-from bridge.hooks.rows import tiled
-from bridge.patching.lazy_logits import lazy
-from bridge.patching.runs import CorruptedRun, may_start_later, tokens_per_run
+from bridge.modules import close
+from bridge.patching.ablations import Noise
+from bridge.patching.lazy_logits import LazyLogits, lazy
+from bridge.patching.runs import CorruptedRun, chunks, may_start_later, tokens_per_run
+from bridge.rows import tiled
 from bridge.run.inputs import Prompts, prompts_with
 
 METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
 
-#: On the way from here to the metric lie all receivers.
+#: All receivers lie between this point and the metric.
 BEGIN = "blocks.0.hook_resid_pre"
 
 
@@ -53,49 +59,58 @@ def edge_attribution(
     method: str = "inputs",
     steps: int = 5,
     graph: Graph | None = None,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
-    """Estimates for every edge by how much the metric would change if the edge carried the corrupted run's activation.
+    """Estimate for every edge how the metric would change if the edge carried the corrupted run's
+    activation.
 
-    The score of an edge is the difference of what its sender writes in the two runs (corrupted less clean), times the
-    gradient of the metric at its receiver's input, summed over positions and prompts. The gradient is that of
+    The score of an edge is the difference of its sender's output between the two runs (corrupted
+    minus clean), times the gradient of the metric at its receiver's input, summed over positions
+    and prompts. The gradient is taken in:
 
-    - ``"gradient"`` (EAP): the clean run (Syed, Rager and Conmy 2023, "Attribution Patching Outperforms Automated
-      Circuit Discovery").
-    - ``"inputs"`` (EAP-IG-inputs): the mean over runs whose embeddings go from the corrupted ones to the clean ones in
-      equal steps, the last not included (Hanna, Pezzelle and Belinkov 2024, "Have Faith in Faithfulness").
-    - ``"clean_corrupted"``: the mean of the clean and the corrupted run, as in the code of the last.
-    - ``"activations"`` (EAP-IG-activations): the mean over runs in each of which one part of the model (the embeddings,
-      a layer's heads together, its MLP) writes what lies on the way from the corrupted to the clean run, all else being
-      the clean run's (Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark").
+    - ``"gradient"`` (EAP): the clean run (Syed, Rager and Conmy 2023, "Attribution Patching
+      Outperforms Automated Circuit Discovery").
+    - ``"inputs"`` (EAP-IG-inputs): the mean over runs whose embeddings are interpolated from the
+      corrupted ones to the clean ones in equal steps, without the last step (Hanna, Pezzelle and
+      Belinkov 2024, "Have Faith in Faithfulness").
+    - ``"clean_corrupted"``: the mean of the clean and the corrupted run, as in the code of the
+      same paper.
+    - ``"activations"`` (EAP-IG-activations): the mean over runs in each of which the output of one
+      component (the embeddings, a layer's heads together, its MLP) is interpolated from the
+      corrupted to the clean run, with everything else as in the clean run (Mueller et al. 2025,
+      "MIB: A Mechanistic Interpretability Benchmark").
+    - ``"own_activations"``: like ``"activations"``, but each sender only gets the gradients of the
+      runs that interpolate its own component.
 
-    - ``"own_activations"``: the same, but each sender gets the gradients of the runs of its own part alone.
-
-    The first four are what the benchmark's code computes. Papers differ: for inputs, theirs takes the steps 1 to m of
-    m (the code 0 to m - 1); for activations, the formula is that of the last method (the code gives the gradients of
-    every run to all senders). On TransformerLens that code has no gradients at the first layer's queries, keys and
-    values while it replaces the embeddings, where no positions are added to these (rotary models); here they count.
+    The first four methods match the benchmark's code. The papers differ from it: for inputs, the
+    paper takes the steps 1 to m of m (the code 0 to m - 1); for activations, the paper's formula is
+    ``"own_activations"`` (the code gives the gradients of every run to all senders). For models
+    that add no positions to the embeddings (rotary models), that code on TransformerLens has no
+    gradients at the first layer's queries, keys and values while it replaces the embeddings; here
+    these gradients count.
 
     Args:
         bridge: the bridge, in evaluation mode.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-        metric: from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
-        method: see above.
-        steps: how many runs the mean is of. The steps are one batch where the device's memory allows.
-        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
-        ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
-        model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+        metric: a function from logits ``[batch, pos, d_vocab]`` to one number with a gradient.
+        method: one of the methods above.
+        steps: the number of runs in the mean. All steps are one batch if the device's memory
+            allows.
+        graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
+        ablation, reference: the replacement of the corrupted run, as for `Circuit.evaluate`.
+        model_kwargs: further model inputs for both prompts of a pair, such as ``pixel_values=``.
 
     Returns:
         A score for every edge.
 
     Raises:
-        ValueError: an unknown method, fewer steps than one, pairs that do not fit, a model without such a graph, or a
-            metric whose gradient is zero everywhere (a divergence from the clean run, in the clean run), or that has
-            none; prompts between which nothing differs; a graph of another model; a model in training mode.
-        RuntimeError: in inference mode, which makes no gradients.
+        ValueError: an unknown method, fewer than one step, pairs that do not match, a model without
+            such a graph; a metric without a gradient, or whose gradient is zero everywhere (a
+            divergence from the clean run, in the clean run); equal prompts; a graph of another
+            model; a model in training mode.
+        RuntimeError: the call is in inference mode, which has no gradients.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -104,15 +119,18 @@ def edge_attribution(
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 4)
         >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
-        EdgeScores(479 edges of 4 layers)
-        >>> graph = Graph.of(bridge, grouped=False)  # of this model the same: it has a key head for each head
+        EdgeScores(479 edges of 4 layers, largest embed->L0H0.v -18.3)
+        >>> graph = Graph.of(
+        ...     bridge, grouped=False
+        ... )  # of this model the same: it has a key head for each head
         >>> edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric(), graph=graph)
-        EdgeScores(479 edges of 4 layers)
+        EdgeScores(479 edges of 4 layers, largest embed->L0H0.v -18.3)
     """
     check_choice("method", method, METHODS)
     check_positive("steps", steps)
-    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference)
-    return EdgeScores(found.graph, found.gathered(steps))
+    refuse_inference_mode("attribution")
+    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+    return EdgeScores(pair.graph, _Gradients(bridge, pair, metric, method).gathered(steps))
 
 
 @refuse_wrong_types
@@ -124,23 +142,27 @@ def node_attribution(
     method: str = "inputs",
     steps: int = 5,
     graph: Graph | None = None,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     mlps: str = "output",
     **model_kwargs: Any,
 ) -> NodeScores:
-    """Estimates for every head and MLP, and every coordinate of what it writes, by how much the metric would change.
+    """Estimate for every head and MLP, and every coordinate of its output, how the metric would
+    change.
 
-    The score of a neuron is the difference of what its node writes there in the two runs (corrupted less clean), times
-    the gradient of the metric at the node's output, summed over positions and prompts; that of a node is the sum of its
-    neurons' (attribution patching: NAP; with integrated gradients NAP-IG). Gradients are those of `edge_attribution`;
-    here ``"inputs"`` takes the steps 1 to m of m, as the benchmark's code does for nodes.
+    The score of a neuron is the difference of its node's output there between the two runs
+    (corrupted minus clean), times the gradient of the metric at the node's output, summed over
+    positions and prompts. The score of a node is the sum over its neurons (attribution patching:
+    NAP; with integrated gradients NAP-IG). Gradients are those of `edge_attribution`; here
+    ``"inputs"`` takes the steps 1 to m of m, as the benchmark's code does for nodes.
 
     Args:
-        bridge, clean, corrupted, metric, steps, graph, ablation, reference, model_kwargs: as for `edge_attribution`.
+        bridge, clean, corrupted, metric, steps, graph, ablation, reference, model_kwargs: as for
+        `edge_attribution`.
         method: ``"gradient"``, ``"inputs"``, ``"clean_corrupted"`` or ``"activations"``.
-        mlps: whether an MLP's gradient is that at its ``"output"``; or at its ``"input"``, as in the code of the
-            Mechanistic Interpretability Benchmark, which leaves out what goes past the MLP or through it otherwise.
+        mlps: whether an MLP's gradient is taken at its ``"output"`` or at its ``"input"``. The
+            latter is what the code of the Mechanistic Interpretability Benchmark does; it ignores
+            paths around the MLP and counts paths through it.
 
     Returns:
         A score for every node and every neuron.
@@ -156,73 +178,93 @@ def node_attribution(
         >>> pairs = embedded_pairs(bridge, "ioi", 4)
         >>> scores = node_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
         >>> scores, scores.top_neurons(500)
-        (NodeScores(21 nodes, 2688 neurons), Circuit(174 of 479 edges, 500 of 2688 neurons))
+        (NodeScores(21 nodes, 2688 neurons, largest embed -21.6),
+         Circuit(174 of 479 edges, 500 of 2688 neurons))
     """
     check_choice("method", method, METHODS[:-1])
     check_choice("mlps", mlps, ("output", "input"))
     check_positive("steps", steps)
-    found = _Gradients(graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference, mlps)
-    scores = found.gathered(steps)
-    return NodeScores(found.graph, scores.sum(1), scores)
+    refuse_inference_mode("attribution")
+    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+    scores = _Gradients(bridge, pair, metric, method, mlps).gathered(steps)
+    return NodeScores(pair.graph, scores.sum(1), scores)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward pass of `_Gradients`.
+
+    Attributes:
+        replaced: replaced activations by hook point.
+        n: the number of runs in the batch.
+        weight: the weight of each run.
+        senders: the senders whose edges get the scores.
+        first: the first layer that runs.
+        below: gradients at the inputs of some layers, used in place of the metric: later layers do
+            not run.
+    """
+
+    replaced: Mapping[str, Tensor]
+    n: int
+    weight: float
+    senders: slice
+    first: int = 0
+    below: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class _Gradients:
-    """Gathers gradients at the receivers, or at what the senders write, times the senders' differences.
+    """An accumulator of gradients at the receivers, or at the senders' outputs, times the senders'
+    differences.
 
     Args:
-        graph, bridge, metric, method, clean, corrupted, model_kwargs, ablation, reference: as for `edge_attribution`.
-        mlps: of neurons, where an MLP's gradient is taken, its ``"output"`` or ``"input"``; None: scores are of edges.
+        bridge: the bridge.
+        pair: the prompts and the replacement.
+        metric, method: as for `edge_attribution`.
+        mlps: for scores of neurons, where an MLP's gradient is taken, its ``"output"`` or
+            ``"input"``; None for scores of edges.
 
     Attributes:
-        scores: ``[receiver, sender]``; of neurons ``[sender, d_model]``.
+        scores: ``[receiver, sender]``; for neurons ``[sender, d_model]``.
 
     Raises:
-        ValueError: as there.
+        ValueError: as `edge_attribution`.
     """
 
     def __init__(
         self,
-        graph: Graph | None,
         bridge: TransformerBridge,
+        pair: AblatedPair,
         metric: Metric,
         method: str,
-        clean: Prompts,
-        corrupted: Prompts,
-        model_kwargs: Mapping[str, Any],
-        ablation: str | Tensor,
-        reference: Prompts | None,
         mlps: str | None = None,
     ) -> None:
-        refuse_inference_mode("attribution")
-        self.graph, self.bridge, self.metric = graph_of(bridge, graph), bridge, metric
-        self.method, self.mlps = method, mlps
-        # What nodes write is the same, whoever reads it.
+        self.bridge, self.pair, self.graph, self.clean = bridge, pair, pair.graph, pair.clean
+        self.metric, self.method, self.mlps = metric, method, mlps
+        # A node's output is the same for all of its readers.
         self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
-        self.prompts, self.clean, other = ablated(
-            self.graph, bridge, clean, corrupted, model_kwargs, ablation, reference
-        )
-        self.batch, self.length = self.prompts["input_ids"].shape
-        self.change = other - self.clean.parts
-        if not self.change.any():  # every score would be 0 whatever the gradient is
+        self.change = pair.change
+        if not self.change.any():  # every score would be 0 for any gradient
             raise ValueError(
-                "what heads and MLPs write is the same in the clean run and in what replaces it: there is nothing to "
-                "attribute"
+                "what heads and MLPs write is the same in the clean run and in what replaces it:"
+                " there is nothing to attribute"
             )
-        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), bridge.cfg.d_model)
+        _, self.batch, self.length, d_model = self.change.shape
+        shape = self.graph.exists.shape if mlps is None else (len(self.graph.senders), d_model)
         self.scores = self.change.new_zeros(shape)
+        #: Gradients at the inputs of the layers at which runs started.
         self.below: dict[int, Tensor] = {}
-        #: The clean run, of which others need not run the first layers; None: where they must.
+        #: The clean run, from which other runs reuse the first layers; None if they cannot.
         self.later: CorruptedRun | None = None
         with torch.no_grad():
             end, logits = self.clean.end[:, -1:], self.clean.logits[:, -1:]
-            #: Whether logits of some positions alone are the same, from the last stream.
+            #: Whether logits of some positions alone, computed from the last stream, are the same.
             self.ends = may_start_later(bridge) and close(self._logits_of(end), logits)
             if self.ends and len(self.graph.layers) > 1 and method.endswith("activations"):
-                run = CorruptedRun(bridge, self.prompts, range(1, len(self.graph.layers)))
+                run = CorruptedRun(bridge, pair.prompts, range(1, len(self.graph.layers)))
                 self.later = run if run.by_position and run.steps else None
 
     def gathered(self, steps: int) -> Tensor:
-        """The scores.
+        """Return the scores.
 
         Args:
             steps: as for `edge_attribution`.
@@ -231,22 +273,34 @@ class _Gradients:
             ValueError: the gradient is zero everywhere.
         """
         of_parts = self.method.endswith("activations")
-        first = of_parts or self.mlps is not None  # of nodes, the benchmark's code counts from 1
-        every = [k / steps for k in range(first, first + steps)]
-        shares = {"gradient": [1.0], "clean_corrupted": [0.0, 1.0]}.get(self.method, every)
         points = self.graph.writes if of_parts else {BEGIN: self.graph.writes[BEGIN]}
+        shares = self._shares(steps)
         for point, senders in points.items():
-            here = self.clean.seen[point] if point in self.clean.seen else self.clean.parts[senders.start]
-            given = (1.0, senders) if self.method == "own_activations" else (1 / len(points), slice(None))
-            self.of_runs(point, here, here + self.change[senders].sum(0), shares, *given)
-        if self.below:  # the runs began at these layers; before, all of them are the clean run
-            self._backward({}, 1, 1.0, slice(None), below=self.below)
+            clean = self.clean.activations.get(point, self.clean.parts[senders.start])
+            corrupted = clean + self.change[senders].sum(0)
+            if self.method == "own_activations":
+                self.of_runs(point, clean, corrupted, shares, 1.0, senders)
+            else:
+                self.of_runs(point, clean, corrupted, shares, 1 / len(points), slice(None))
+        if self.below:  # the runs began at these layers; earlier layers are those of the clean run
+            self._backward(_Pass({}, 1, 1.0, slice(None), below=self.below))
         if not self.scores.any():
             raise ValueError(
-                "the gradient of the metric is zero at every receiver: there is nothing to attribute (a divergence "
-                'from the clean run has its minimum there: use method="inputs")'
+                "the gradient of the metric is zero at every receiver: there is nothing to"
+                " attribute (a divergence from the clean run has its minimum there: use"
+                ' method="inputs")'
             )
         return self.scores
+
+    def _shares(self, steps: int) -> list[float]:
+        """Return the clean run's share in each run."""
+        if self.method == "gradient":
+            return [1.0]
+        if self.method == "clean_corrupted":
+            return [0.0, 1.0]
+        # For nodes, the benchmark's code counts the steps from 1.
+        first = int(self.method.endswith("activations") or self.mlps is not None)
+        return [step / steps for step in range(first, first + steps)]
 
     def of_runs(
         self,
@@ -257,170 +311,216 @@ class _Gradients:
         weight: float,
         senders: slice,
     ) -> None:
-        """Adds the mean of runs of the clean prompts, in which what stands at a hook point is partly the corrupted's.
+        """Add the mean over runs of the clean prompts in which one hook point is interpolated
+        towards the corrupted run.
 
         Args:
             name: the hook point.
-            clean, corrupted: what stands there in both runs, ``[batch, pos, d_model]``.
-            shares: the clean run's part, in each of the runs.
-            weight: by which the mean counts.
-            senders: whose edges get it.
+            clean, corrupted: the activation at the hook point in both runs, ``[batch, pos,
+                d_model]``.
+            shares: the clean run's share, in each of the runs.
+            weight: the weight of the mean.
+            senders: the senders whose edges get the scores.
         """
-        # The graph of all layers is held for the backward pass.
+        # The autograd graph of all layers is kept for the backward pass.
         itemsize = self.change.element_size() * 2 * len(self.graph.layers)
         budget = tokens_per_run(self.bridge.cfg, self.change.device, self.length, itemsize)
-        together = max(1, budget // (self.batch * self.length))
         first = 0 if self.later is None else self.bridge.hook_dict[name].point.depth
-        for at in range(0, len(shares), together):
-            some = shares[at : at + together]
-            made = torch.cat([corrupted + share * (clean - corrupted) for share in some])
-            n, counts = len(some), weight / len(shares)
-            entered = self._backward({name: made}, n, counts, senders, first)
+        for some in chunks(shares, max(1, budget // (self.batch * self.length))):
+            mixed = torch.cat([corrupted + share * (clean - corrupted) for share in some])
+            run = _Pass({name: mixed}, len(some), weight / len(shares), senders, first)
+            entered = self._backward(run)
             if first and senders == slice(None):
-                of_runs = counts * entered.unflatten(0, (n, -1)).sum(0)
-                self.below[first] = self.below[first] + of_runs if first in self.below else of_runs
+                of_runs = run.weight * entered.unflatten(0, (run.n, -1)).sum(0)
+                below = self.below.get(first)
+                self.below[first] = of_runs if below is None else below + of_runs
 
     def _logits_of(self, end: Float[Tensor, "batch some d_model"]) -> Tensor:
-        found: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
-        return found
+        logits: Tensor = self.bridge(end, start_at_layer=len(self.graph.layers))
+        return logits
 
-    def _total(self, found: Tensor) -> Tensor:
-        """What the metric says of some runs, added up, of their logits or of the stream that these are made of."""
-        parts: Sequence[Tensor] = found.split(self.batch)
+    def _total(self, output: Tensor) -> Tensor:
+        """Return the summed metric of some runs, from their logits or from the stream before the
+        unembedding.
+        """
+        parts: Sequence[Tensor] = output.split(self.batch)
         if self.ends:
-            looked: dict[tuple[int, ...], Sequence[Tensor]] = {}
-
-            def of(number: int, positions: list[int]) -> Tensor:
-                if (here := tuple(positions)) not in looked:  # of all runs together, whose metric is the same
-                    # Also where it looks without gradients first.
-                    with torch.inference_mode(False), torch.enable_grad():
-                        looked[here] = self._logits_of(found[:, positions]).split(self.batch)
-                return looked[here][number]
-
-            few = [
-                lazy(partial(of, number), self.clean.logits.shape, self.clean.logits) for number in range(len(parts))
-            ]
-            total = torch.stack([one_number(self.metric, part) for part in few]).sum()
-            if not any(part.passed_by(total) for part in few):
+            runs = self._lazy_logits(output)
+            total = torch.stack([one_number(self.metric, run) for run in runs]).sum()
+            if not any(run.passed_by(total) for run in runs):
                 return total
-            parts = [part.whole() for part in few]  # what it did is none of torch's functions
+            parts = [run.whole() for run in runs]  # the metric bypassed torch's functions
         return torch.stack([one_number(self.metric, part) for part in parts]).sum()
 
-    def _backward(
-        self,
-        replaced: Mapping[str, Tensor],
-        n: int,
-        weight: float,
-        senders: slice,
-        first: int = 0,
-        below: Mapping[int, Tensor] | None = None,
+    def _lazy_logits(self, ends: Tensor) -> list[LazyLogits]:
+        """Return the logits of some runs, computed where they are read, from the last stream."""
+        computed: dict[tuple[int, ...], Sequence[Tensor]] = {}
+
+        def logits_at(run: int, positions: list[int]) -> Tensor:
+            key = tuple(positions)
+            if key not in computed:  # for all runs together, if their metric is the same
+                # Also if the metric reads positions without gradients first.
+                with torch.inference_mode(False), torch.enable_grad():
+                    computed[key] = self._logits_of(ends[:, positions]).split(self.batch)
+            return computed[key][run]
+
+        logits = self.clean.logits
+        runs = range(len(ends) // self.batch)
+        return [lazy(partial(logits_at, run), logits.shape, logits) for run in runs]
+
+    def _backward(self, run: _Pass) -> Tensor:
+        """Gather the gradients of one pass; return the gradient at the input of its first layer."""
+        stop = max(run.below, default=len(self.graph.layers))
+        own = self._own_keys(run.first, stop)
+        kept: dict[str, Tensor] = {}
+        with torch.enable_grad():
+            total = self._forward(run, stop, own, kept)
+            heads = [kept[point] for point in own]
+            entered, *at_heads = gradients_of("metric", total, [kept[_LEAF], *heads], bool(own))
+        for ports, outputs, gradient in zip(own.values(), heads, at_heads, strict=True):
+            reads = [kept[port.name] for port in ports]
+            self._gather_own_keys(run, ports, reads, outputs, gradient)
+        return entered
+
+    def _forward(
+        self, run: _Pass, stop: int, own: Mapping[str, Sequence[Port]], kept: dict[str, Tensor]
     ) -> Tensor:
-        """Gathers the gradients of one pass; gives that of what enters its first layer.
+        """Return the number whose gradients a pass gathers.
 
         Args:
-            replaced: what stands at hook points.
-            n: how many runs the batch is of.
-            weight: by which each counts.
-            senders: whose edges get it.
-            first: the first layer that runs.
-            below: in place of the metric, gradients of what enters some layers: what is above does not run.
+            run: the pass.
+            stop: the layer at which it stops.
+            own: the result of `_own_keys`.
+            kept: receives the activations whose gradients are taken.
         """
-        leaves: list[Tensor] = []
-        kept: dict[str, Tensor] = {}
-        bridge, begin, below = self.bridge, f"blocks.{first}.hook_resid_pre", below or {}
-        stop = max(below, default=len(self.graph.layers))
-
-        def start(stream: Tensor, hook: HookPoint) -> Tensor:
-            leaves.append(replaced.get(begin, stream).detach().requires_grad_())
-            return leaves[0]
 
         def keep(activation: Tensor, hook: HookPoint) -> Tensor:
             kept[hook.name] = activation
-            return activation  # what follows is computed from it
+            return activation  # later computation depends on it
 
-        put: list[Any] = [(begin, start)]
-        for name, made in replaced.items():
-            if name != begin:  # 0: what is before has a gradient
-                put.append((name, lambda activation, hook, made=made: made + 0 * activation))
-        own = self._own_keys(first, stop)
-        put += [(port.name, keep) for ports in own.values() for port in ports]
-        between = {layer: f"blocks.{layer}.hook_resid_pre" for layer in below if layer < stop}
-        put += [(point, keep) for point in (*own, *between.values())]
-        hooks = [
-            (point, gather)
-            for point, gather in self.hooks(n, weight, senders)
-            if first <= bridge.hook_dict[point].point.depth < stop
-        ]
-        given: Any = tiled(self.prompts, n)
-        options: dict[str, Any] = {"stop_at_layer": stop} if below or self.ends else {}
-        if first:
-            assert self.later is not None
-            given = self.later.streams[first].repeat(n, 1, 1)
-            options |= {"start_at_layer": first, **self.later.options(first, stop, n, 0)}
-        with torch.enable_grad():
-            found = bridge.run_with_hooks(given, fwd_hooks=put, bwd_hooks=hooks, **options)
-            total = (found * below[stop]).sum() if below else self._total(found)
-            for layer, point in between.items():
-                total = total + (kept[point] * below[layer]).sum()
-            entered, *at_heads = gradients_of("metric", total, [*leaves, *(kept[point] for point in own)], bool(own))
-        for (point, ports), gradient in zip(own.items(), at_heads, strict=True):
-            shared, reads = self.keys.of(ports[0]), [kept[port.name] for port in ports]
-            for head in range(shared):  # each head's own share of what its group's key and value get
-                of_heads = torch.zeros_like(gradient)
-                of_heads[:, :, head::shared] = gradient[:, :, head::shared]
-                shares = torch.autograd.grad(kept[point], reads, of_heads, retain_graph=True)
-                for port, share in zip(ports, shares, strict=True):
-                    receivers = slice(port.first + head, port.first + port.count, shared)
-                    self._gather(port, receivers, n, weight, senders)(share)
-        return entered
+        begin = f"blocks.{run.first}.hook_resid_pre"
+        between = {layer: f"blocks.{layer}.hook_resid_pre" for layer in run.below if layer < stop}
+        read = [port.name for ports in own.values() for port in ports]
+        put: list[Any] = [(begin, partial(_started, kept, run.replaced.get(begin)))]
+        for name, value in run.replaced.items():
+            if name != begin:  # at 0, the input before it has a gradient
+                put.append((name, partial(_replaced, value)))
+        put += [(point, keep) for point in (*read, *own, *between.values())]
+        inputs, options = self._resumed(run, stop)
+        hooks = self.hooks(run, stop)
+        output = self.bridge.run_with_hooks(inputs, fwd_hooks=put, bwd_hooks=hooks, **options)
+        total = (output * run.below[stop]).sum() if run.below else self._total(output)
+        for layer, point in between.items():
+            total = total + (kept[point] * run.below[layer]).sum()
+        return total
+
+    def _resumed(self, run: _Pass, stop: int) -> tuple[Any, dict[str, Any]]:
+        """Return the input and the options of a pass, which starts at its first layer."""
+        options: dict[str, Any] = {"stop_at_layer": stop} if run.below or self.ends else {}
+        if not run.first:
+            return tiled(self.pair.prompts, run.n), options
+        assert self.later is not None
+        options |= {"start_at_layer": run.first, **self.later.options(run.first, stop, run.n, 0)}
+        return self.later.streams[run.first].repeat(run.n, 1, 1), options
 
     def _own_keys(self, first: int, stop: int) -> dict[str, list[Port]]:
-        """The ports of some layers whose receivers read as one in the model, by the point behind their heads."""
-        found: dict[str, list[Port]] = {}
+        """Return the ports whose receivers share one input in the model, by the hook point of their
+        heads' output.
+        """
+        ports: dict[str, list[Port]] = {}
         for port in self.graph.ports:
-            if self.keys.of(port) > 1 and first <= port.layer < stop:
-                found.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
-        return found
+            if self.keys.sharing(port) > 1 and first <= port.layer < stop:
+                ports.setdefault(f"blocks.{port.layer}.attn.hook_z", []).append(port)
+        return ports
 
-    def hooks(self, n: int, weight: float, senders: slice) -> list[Any]:
-        """Backward hooks that add to the scores.
+    def _gather_own_keys(
+        self,
+        run: _Pass,
+        ports: Sequence[Port],
+        reads: Sequence[Tensor],
+        outputs: Tensor,
+        gradient: Tensor,
+    ) -> None:
+        """Add each head's own share of its group's key and value gradient.
 
         Args:
-            n: how many runs a batch is of.
-            weight: by which each counts.
-            senders: whose edges get it; neurons of all.
+            run: the pass.
+            ports: the ports of a layer's keys and values.
+            reads: the inputs of these ports.
+            outputs, gradient: the heads' outputs, and the gradient there.
         """
+        shared = self.keys.sharing(ports[0])
+        for head in range(shared):
+            of_heads = torch.zeros_like(gradient)
+            of_heads[:, :, head::shared] = gradient[:, :, head::shared]
+            shares = torch.autograd.grad(outputs, reads, of_heads, retain_graph=True)
+            for port, share in zip(ports, shares, strict=True):
+                receivers = slice(port.first + head, port.first + port.count, shared)
+                self._gather(run, port, receivers, share)
+
+    def hooks(self, run: _Pass, stop: int) -> list[Any]:
+        """Return backward hooks that add to the scores.
+
+        Args:
+            run: the pass; for neurons, scores are those of all senders.
+            stop: the layer at which it stops.
+        """
+        hooks: dict[str, Callable[..., None]] = {}
         if self.mlps is None:
-            return [
-                (port.name, self._gather(port, slice(port.first, port.first + port.count), n, weight, senders))
-                for port in self.graph.ports
-                if self.keys.of(port) == 1
-            ]
-        point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[self.mlps]
-        return [
-            (name.replace("hook_mlp_out", point), partial(self._gather_neurons, some, n, weight))
-            for name, some in self.graph.writes.items()
-        ]
-
-    def _gather(self, port: Port, receivers: slice, n: int, weight: float, senders: slice) -> Callable[..., None]:
-        """Adds the gradient of some of a port's receivers, times the differences of the senders that it reads."""
-        chosen = range(len(self.graph.senders))[senders]
-        at = slice(chosen.start, min(chosen.stop, port.upstream))
-
-        def gather(gradient: Tensor, hook: HookPoint | None = None) -> None:
-            of_runs = gradient.unflatten(0, (n, -1)).sum(0)
-            by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
-            with torch.no_grad():
-                found = by_receiver.flatten(1).to(self.change.dtype) @ self.change[at].flatten(1).T
-                self.scores[receivers, at] += weight * found
-
-        return gather
+            for port in self.graph.ports:
+                if self.keys.sharing(port) == 1:
+                    hooks[port.name] = partial(self._gather, run, port, port.receivers)
+        else:
+            point = {"output": "hook_mlp_out", "input": "hook_mlp_in"}[self.mlps]
+            for name, some in self.graph.writes.items():
+                gather = partial(self._gather_neurons, run, some)
+                hooks[name.replace("hook_mlp_out", point)] = gather
+        depth = {name: self.bridge.hook_dict[name].point.depth for name in hooks}
+        return [(name, gather) for name, gather in hooks.items() if run.first <= depth[name] < stop]
 
     @torch.no_grad()
-    def _gather_neurons(self, senders: slice, n: int, weight: float, gradient: Tensor, hook: HookPoint) -> None:
-        """Adds the gradient of what some senders write, times its differences."""
-        of_runs = gradient.unflatten(0, (n, -1)).sum(0).to(self.change.dtype)
-        self.scores[senders] += weight * (self.change[senders] * of_runs).sum((1, 2))
+    def _gather(
+        self,
+        run: _Pass,
+        port: Port,
+        receivers: slice,
+        gradient: Tensor,
+        hook: HookPoint | None = None,
+    ) -> None:
+        """Add the gradient of a port's receivers, times the differences of their senders."""
+        chosen = range(len(self.graph.senders))[run.senders]
+        senders = slice(chosen.start, min(chosen.stop, port.upstream))
+        of_runs = gradient.unflatten(0, (run.n, -1)).sum(0)
+        by_receiver = of_runs.movedim(-2, 0) if port.per_head else of_runs.unsqueeze(0)
+        by_receiver = by_receiver.flatten(1).to(self.change.dtype)
+        self.scores[receivers, senders] += run.weight * (
+            by_receiver @ self.change[senders].flatten(1).T
+        )
+
+    @torch.no_grad()
+    def _gather_neurons(
+        self, run: _Pass, senders: slice, gradient: Tensor, hook: HookPoint
+    ) -> None:
+        """Add the gradient at some senders' outputs, times their differences."""
+        of_runs = gradient.unflatten(0, (run.n, -1)).sum(0).to(self.change.dtype)
+        self.scores[senders] += run.weight * (self.change[senders] * of_runs).sum((1, 2))
+
+
+#: The input of a pass's first layer, among the activations that it keeps.
+_LEAF = "leaf"
+
+
+def _started(
+    kept: dict[str, Tensor], value: Tensor | None, stream: Tensor, hook: HookPoint
+) -> Tensor:
+    """Begin a pass with a leaf: a replacement of the stream, or the stream."""
+    kept[_LEAF] = (stream if value is None else value).detach().requires_grad_()
+    return kept[_LEAF]
+
+
+def _replaced(value: Tensor, activation: Tensor, hook: HookPoint) -> Tensor:
+    """Return a replacement through which the replaced activation keeps a gradient, of 0."""
+    return value + 0 * activation
 
 
 @torch.no_grad()
@@ -428,21 +528,25 @@ class _Gradients:
 def information_flow(
     bridge: TransformerBridge, prompts: Prompts, graph: Graph | None = None, **model_kwargs: Any
 ) -> EdgeScores:
-    """How near what each receiver reads is to what each sender wrote: scores without a metric and without corruption.
+    """Compute how close each receiver's input is to each sender's output: scores without a metric
+    or corruption.
 
-    The score of an edge is the sender's share of proximities ``max(|y| - |y - x|, 0)``, where y is what the receiver
-    reads, x what the sender wrote, and the lengths are sums of absolute values: a mean over tokens, then over prompts
-    (Ferrando and Voita 2024, "Information Flow Routes: Automatically Interpreting Language Models at Scale"; as in the
-    code of the Mechanistic Interpretability Benchmark). Heads of a layer read the same stream, so have the same scores.
+    The score of an edge is the sender's share of proximities ``max(|y| - |y - x|, 0)``, where y is
+    the receiver's input, x the sender's output, and lengths are L1 norms: a mean over tokens, then
+    over prompts (Ferrando and Voita 2024, "Information Flow Routes: Automatically Interpreting
+    Language Models at Scale"; as in the code of the Mechanistic Interpretability Benchmark). The
+    heads of a layer read the same stream, so they have the same scores.
 
     Args:
         bridge: the bridge.
-        prompts: ``[batch, pos]``, or what a processor gives; with an ``attention_mask``, padding counts for nothing.
-        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
-        model_kwargs: what else the model takes with them.
+        prompts: ``[batch, pos]``, or a processor's output; with an ``attention_mask``, padding is
+            ignored.
+        graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
+        model_kwargs: further model inputs for the prompts.
 
     Returns:
-        A score from 0 to 1 for every edge; those of a receiver add up to 1, or to 0 where nothing is near.
+        A score from 0 to 1 for every edge; the scores of a receiver sum to 1, or to 0 if no sender
+        is close.
 
     Raises:
         ValueError: a model without such a graph, or in training mode.
@@ -455,33 +559,38 @@ def information_flow(
         >>> bool((scores.values.sum(1) - 1).abs().max() < 1e-5)
         True
     """
-    graph, given = graph_of(bridge, graph), prompts_with(bridge, prompts, model_kwargs)
+    graph, inputs = graph_of(bridge, graph), prompts_with(bridge, prompts, model_kwargs)
     streams = {port.name: _stream(graph, port) for port in graph.ports}
-    wrote = written(graph, bridge, given, [*streams.values()])
+    wrote = written(graph, bridge, inputs, [*streams.values()])
     refuse_another_sum(bridge, wrote)
-    parts = wrote.parts
-    counted = token_mask(given).to(parts)
+    counted = token_mask(inputs).to(wrote.parts)
     weights = counted / counted.sum(1, keepdim=True) / len(counted)
-    values = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    values = torch.zeros(graph.exists.shape, dtype=torch.float64, device="cpu")
     for port in graph.ports:
-        read = wrote.seen[streams[port.name]]
-        near = read.abs().sum(-1) - torch.stack([(read - part).abs().sum(-1) for part in parts[: port.upstream]])
-        near = near.clamp(min=0)
+        read = wrote.activations[streams[port.name]]
+        # Part by part, as a difference with all of them would take as much memory again.
+        far = torch.stack([(read - part).abs().sum(-1) for part in wrote.parts[: port.upstream]])
+        near = (read.abs().sum(-1) - far).clamp(min=0)
         shares = near / near.sum(0).clamp(min=torch.finfo(near.dtype).tiny)
-        values[port.first : port.first + port.count, : port.upstream] = (shares * weights).sum((1, 2)).double().cpu()
+        means = (shares * weights).sum((1, 2))
+        values[port.receivers, : port.upstream] = means.double().cpu()
     return EdgeScores(graph, values)
 
 
 @refuse_wrong_types
-def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | None = None) -> EdgeScores:
-    """The mean of scores from several batches, one of which is held at a time.
+def mean_scores(
+    scores: Iterable[EdgeScores], weights: Sequence[int | float] | None = None
+) -> EdgeScores:
+    """Return the mean of scores from several batches, holding one batch at a time.
 
     Args:
-        scores: of the same graph, such as ``(edge_attribution(bridge, *batch, metric) for batch in batches)``.
-        weights: how much each counts, such as its number of prompts; None: all the same.
+        scores: scores of the same graph, such as ``(edge_attribution(bridge, *batch, metric) for
+            batch in batches)``.
+        weights: the weight of each, such as its number of prompts; None: equal weights.
 
     Raises:
-        ValueError: there are none, or they are of different graphs; weights that are not finite or add up to 0.
+        ValueError: there are no scores, or they are of different graphs; weights that are not
+            finite or sum to 0.
 
     Example:
         >>> import torch
@@ -492,10 +601,10 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         >>> mean_scores([one, one])["embed->logits"]
         1.0
     """
-    whole = 1.0 if weights is None else sum(weights)
-    if not math.isfinite(whole) or (weights and whole == 0):
-        raise ValueError(f"weights add up to {whole}: there is no mean of such weights")
-    graph, total, count = None, torch.zeros(()), 0
+    weight_sum = 1.0 if weights is None else sum(weights)
+    if not math.isfinite(weight_sum) or (weights and weight_sum == 0):
+        raise ValueError(f"weights add up to {weight_sum}: such weights have no mean")
+    graph, total, count = None, torch.zeros((), device="cpu"), 0
     for some in scores:
         if count and some.graph != graph:
             raise ValueError("the mean is of one or more scores of the same graph")
@@ -505,12 +614,12 @@ def mean_scores(scores: Iterable[EdgeScores], weights: Sequence[int | float] | N
         raise ValueError("the mean is of one or more scores of the same graph")
     if weights is not None and count != len(weights):
         raise ValueError(f"there are {count} scores and {len(weights)} weights")
-    return EdgeScores(graph, total / (count if weights is None else whole))
+    return EdgeScores(graph, total / (count if weights is None else weight_sum))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Edges replaced one at a time, and paths from some senders to some receivers, by running the model.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -522,29 +631,31 @@ def edge_effects(
     metric: Metric,
     edges: Sequence[str] | None = None,
     verbose: bool = True,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
-    """By how much the metric of the clean run changes if an edge carries what its sender writes in the corrupted run.
+    """Measure how the clean run's metric changes if one edge carries its sender's output in the
+    corrupted run.
 
-    Each edge is replaced alone, and the rest of the model runs from there (Goldowsky-Dill et al. 2023, "Localizing
-    Model Behavior with Path Patching"). Runs start at the receiver's layer, and share batches, where that changes no
-    result.
+    Each edge is replaced alone, and the rest of the model runs from there (Goldowsky-Dill et al.
+    2023, "Localizing Model Behavior with Path Patching"). Runs start at the receiver's layer, and
+    share batches where this does not change the result.
 
     Args:
         bridge: the bridge.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-        metric: from logits ``[batch, pos, d_vocab]`` to one number.
-        edges: such as ``"L0H1->L3H2.q"``; None: all. Others have the score 0.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+        metric: a function from logits ``[batch, pos, d_vocab]`` to one number.
+        edges: edges such as ``"L0H1->L3H2.q"``; None: all. Other edges have the score 0.
         verbose: show a progress bar.
-        ablation, reference: what stands in the place of the corrupted run's, as for `Circuit.evaluate`.
-        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
-        model_kwargs: what else the model takes with both prompts of a pair.
+        ablation, reference: the replacement of the corrupted run, as for `Circuit.evaluate`.
+        graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
+        model_kwargs: further model inputs for both prompts of a pair.
 
     Raises:
-        ValueError: pairs that do not fit, a model without such a graph, a graph of another model, an unknown edge.
+        ValueError: pairs that do not match, a model without such a graph, a graph of another model,
+            an unknown edge.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -553,11 +664,12 @@ def edge_effects(
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 2)
         >>> edge = "embed->L0H0.v"
-        >>> effects = edge_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False)
+        >>> effects = edge_effects(
+        ...     bridge, pairs.clean, pairs.corrupted, pairs.metric(), [edge], verbose=False
+        ... )
     """
-    graph = graph_of(bridge, graph)
-    given = (clean, corrupted, metric, edges, verbose, model_kwargs, ablation, reference)
-    return EdgeScores(graph, effects_of_edges(graph, bridge, *given))
+    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+    return EdgeScores(pair.graph, effects_of_edges(bridge, pair, metric, edges, verbose))
 
 
 @torch.no_grad()
@@ -567,17 +679,18 @@ def node_effects(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     **model_kwargs: Any,
 ) -> NodeScores:
-    """By how much the metric of the clean run changes if all edges out of a node carry what the ablation puts there.
+    """Measure how the clean run's metric changes if all edges out of a node carry the ablation's
+    replacement.
 
     Args:
         bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for `edge_effects`.
 
     Raises:
-        ValueError: as there.
+        ValueError: as `edge_effects`.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -586,20 +699,23 @@ def node_effects(
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 2)
         >>> node_effects(bridge, pairs.clean, pairs.corrupted, pairs.metric())
-        NodeScores(21 nodes)
+        NodeScores(21 nodes, largest embed -16.8)
     """
-    graph = Graph.of(bridge)
-    prompts, one, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
-    base = one_number(metric, one.logits)
-    every = torch.eye(len(graph.senders), dtype=torch.bool)[:, None] & graph.exists  # set receiver sender
-    rows, length = prompts["input_ids"].shape
-    itemsize = one.parts.element_size() * (2 + len(graph.senders) // 16)  # of which a block holds 16 of each token
-    together = max(1, tokens_per_run(bridge.cfg, one.parts.device, length, itemsize) // (rows * length))
-    found = []
-    for some in every.split(together):
-        runs = run_with_edges_replaced(graph, bridge, prompts, other, some)
-        found += [float(one_number(metric, logits) - base) for logits in runs]
-    return NodeScores(graph, torch.tensor(found, dtype=torch.float64))
+    pair = ablate(bridge, None, clean, corrupted, ablation, reference, model_kwargs)
+    graph, parts = pair.graph, pair.clean.parts
+    base = one_number(metric, pair.clean.logits)
+    senders = len(graph.senders)
+    outgoing = (
+        torch.eye(senders, dtype=torch.bool, device="cpu")[:, None] & graph.exists
+    )  # set receiver sender
+    rows, length = pair.prompts["input_ids"].shape
+    itemsize = parts.element_size() * (2 + senders // 16)  # a block holds 16 of these per token
+    budget = tokens_per_run(bridge.cfg, parts.device, length, itemsize)
+    effects = []
+    for some in outgoing.split(max(1, budget // (rows * length))):
+        runs = run_with_edges_replaced(graph, bridge, pair.prompts, pair.replacement, some)
+        effects += [float(one_number(metric, logits) - base) for logits in runs]
+    return NodeScores(graph, torch.tensor(effects, dtype=torch.float64, device="cpu"))
 
 
 @torch.no_grad()
@@ -615,24 +731,29 @@ def path_patching(
     graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> float:
-    """By how much the metric of the clean run changes by what some senders tell some receivers.
+    """Measure how the clean run's metric changes if some receivers see the corrupted output of some
+    senders.
 
-    The receivers get the inputs that they would have if the senders wrote what they write in the corrupted run while
-    all other heads kept what they write in the clean one; then the model runs with these inputs (Wang et al. 2022,
-    "Interpretability in the Wild"). MLPs on the way pass the difference on, or keep theirs, too.
+    The receivers get the inputs that they would have if the senders' outputs were those of the
+    corrupted run while all other heads kept their outputs of the clean run; then the model runs
+    with these inputs (Wang et al. 2022, "Interpretability in the Wild"). MLPs on the path either
+    pass the difference on or are frozen as well.
 
     Args:
         bridge: the bridge.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-        metric: from logits ``[batch, pos, d_vocab]`` to one number.
-        senders: such as ``"L1H0"``, ``"L2MLP"``, ``"embed"``.
-        receivers: such as ``"L3H2.q"``; ``"L3H2"``, all inputs of a head; ``"L3MLP"``; ``"logits"``.
-        through_mlps: whether MLPs that are no senders follow what they read. False: direct edges alone.
-        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
-        model_kwargs: what else the model takes with both prompts of a pair.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+        metric: a function from logits ``[batch, pos, d_vocab]`` to one number.
+        senders: names such as ``"L1H0"``, ``"L2MLP"``, ``"embed"``.
+        receivers: names such as ``"L3H2.q"``; ``"L3H2"``, all inputs of a head; ``"L3MLP"``;
+            ``"logits"``.
+        through_mlps: whether MLPs that are not senders respond to their changed input. False:
+            direct edges only.
+        graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
+        model_kwargs: further model inputs for both prompts of a pair.
 
     Raises:
-        ValueError: pairs that do not fit, a model without such a graph, an unknown name, no sender or no receiver.
+        ValueError: pairs that do not match, a model without such a graph, an unknown name, no
+            sender or no receiver.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -640,71 +761,79 @@ def path_patching(
         >>> from bridge.tasks import embedded_pairs
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 2)
-        >>> change = path_patching(bridge, pairs.clean, pairs.corrupted, pairs.metric(), ["L2H1"], ["logits"])
+        >>> change = path_patching(
+        ...     bridge, pairs.clean, pairs.corrupted, pairs.metric(), ["L2H1"], ["logits"]
+        ... )
     """
     if not senders or not receivers:
         raise ValueError("path patching needs one sender and one receiver, or more")
     graph = graph_of(bridge, graph)
     sending = {graph.sender(name) for name in senders}
     receiving = sorted({index for name in receivers for index in graph.receivers_named(name)})
-    pair = pairs_of(bridge, clean, corrupted, model_kwargs)
-    one, other = written_in_both(graph, bridge, *pair)
-    inputs = _inputs(graph, bridge, pair[0], one, other, sending, through_mlps)
+    pair = ablate(bridge, graph, clean, corrupted, "resample", None, model_kwargs)
+    inputs = _inputs(bridge, pair, sending, through_mlps)
     keys = OwnKeys(graph, bridge)
     hooks: list[Any] = keys.hooks()
     for port in graph.ports:
-        mine = [index - port.first for index in receiving if port.first <= index < port.first + port.count]
-        if mine:
-            hooks.append((port.name, _given(keys, port, mine, inputs[port.name])))
-    patched = bridge.run_with_hooks(tiled(pair[0], keys.copies), fwd_hooks=hooks)[: len(one.logits)]
-    return float(one_number(metric, patched)) - float(one_number(metric, one.logits))
+        places = [index - port.first for index in receiving if graph.port_of[index] is port]
+        if places:
+            hooks.append((port.name, partial(_put, keys, port, places, inputs[port.name])))
+    logits = bridge.run_with_hooks(tiled(pair.prompts, keys.copies), fwd_hooks=hooks)
+    clean_logits = pair.clean.logits
+    patched = float(one_number(metric, logits[: len(clean_logits)]))
+    return patched - float(one_number(metric, clean_logits))
 
 
-def _given(keys: OwnKeys, port: Port, which: list[int], stream: Tensor) -> Callable[..., Tensor]:
-    def give(activation: Tensor, hook: HookPoint) -> Tensor:
-        if not port.per_head:
-            return stream.repeat(keys.copies, 1, 1)
-        inputs = keys.read(port, activation).clone()
-        inputs[:, :, which] = stream.unsqueeze(2)
-        return keys.given(port, inputs)
-
-    return give
+def _put(
+    keys: OwnKeys,
+    port: Port,
+    places: list[int],
+    stream: Tensor,
+    activation: Tensor,
+    hook: HookPoint,
+) -> Tensor:
+    """Replace the input of some receivers of a port by a stream."""
+    if not port.per_head:
+        return stream.repeat(keys.copies, 1, 1)
+    inputs = keys.read(port, activation).clone()
+    inputs[:, :, places] = stream.unsqueeze(2)
+    return keys.spread(port, inputs)
 
 
 def _inputs(
-    graph: Graph,
-    bridge: TransformerBridge,
-    prompts: Mapping[str, Any],
-    one: SenderOutputs,
-    other: SenderOutputs,
-    sending: set[int],
-    through_mlps: bool,
+    bridge: TransformerBridge, pair: AblatedPair, sending: set[int], through_mlps: bool
 ) -> dict[str, Tensor]:
-    """The residual stream at each port in a run with the senders replaced and all other heads as they were."""
-    change = other.parts - one.parts
+    """Return the residual stream at each port in a run with the senders replaced and all other
+    heads frozen.
+    """
+    graph, clean = pair.graph, pair.clean
     hooks: list[Any] = []
     for point, senders in graph.writes.items():
-        mine = sorted(sending & {*range(senders.start, senders.stop)})
-        if point in one.seen:  # heads
-            hooks.append((point, _always(one.seen[point] + change[mine].sum(0))))
-        elif mine or (point.endswith("hook_mlp_out") and not through_mlps):
-            hooks.append((point, _always((other if mine else one).parts[senders.start])))
-    seen: dict[str, Tensor] = {}
+        replaced = [sender for sender in range(senders.start, senders.stop) if sender in sending]
+        if point in clean.activations:  # heads
+            output = clean.activations[point] + pair.change[replaced].sum(0)
+            hooks.append((point, _always(output)))
+        elif replaced:
+            hooks.append((point, _always(pair.replacement[senders.start])))
+        elif point.endswith("hook_mlp_out") and not through_mlps:
+            hooks.append((point, _always(clean.parts[senders.start])))
+    read: dict[str, Tensor] = {}
 
-    def see(activation: Tensor, hook: HookPoint) -> None:
-        seen[hook.name] = activation.clone()
+    def keep(activation: Tensor, hook: HookPoint) -> None:
+        read[hook.name] = activation.clone()
 
     streams = {port.name: _stream(graph, port) for port in graph.ports}
-    hooks += [(name, see) for name in dict.fromkeys(streams.values())]
-    bridge.run_with_hooks(prompts, fwd_hooks=hooks)
-    return {name: seen[stream] for name, stream in streams.items()}
+    hooks += [(name, keep) for name in dict.fromkeys(streams.values())]
+    bridge.run_with_hooks(pair.prompts, fwd_hooks=hooks)
+    return {name: read[stream] for name, stream in streams.items()}
 
 
 def _stream(graph: Graph, port: Port) -> str:
-    """The hook point of the residual stream that a port reads."""
+    """Return the hook point of the residual stream that a port reads."""
     if port.layer == len(graph.layers):
         return port.name
-    mid = port.name.endswith("hook_mlp_in") and not graph.layers[port.layer].parallel and graph.layers[port.layer].heads
+    layer = graph.layers[port.layer]
+    mid = port.name.endswith("hook_mlp_in") and layer.heads and not layer.parallel
     return f"blocks.{port.layer}.hook_resid_{'mid' if mid else 'pre'}"
 
 
@@ -712,9 +841,9 @@ def _always(value: Tensor) -> Callable[..., Tensor]:
     return lambda activation, hook: value
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A probability for each edge, trained.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @refuse_wrong_types
@@ -728,40 +857,41 @@ def trained_edges(
     steps: int = 200,
     rate: float = 0.1,
     samples: int = 1,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     seed: int = 0,
     graph: Graph | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
-    """A probability for each edge that the circuit has it, trained by uniform gradient sampling.
+    """Train the probability that each edge is in the circuit, by uniform gradient sampling.
 
-    Each prompt runs with a circuit of its own, in which an edge with probability p is there, or not, or, with
-    probability ``p (1 - p)``, partly there, by a share drawn evenly between 0 and 1. The loss's derivative by that
-    share is, on average, what having the edge changes; it moves the edge's logit (Li and Janson 2024, "Optimal Ablation
-    for Interpretability"). As in their code, that average is over the circuits that have the edge partly. The loss
-    grows by `penalty` for each edge.
+    Each prompt runs with a circuit of its own, in which an edge with probability p is present, or
+    absent, or, with probability ``p (1 - p)``, partly present, by a share drawn uniformly from 0 to
+    1. The loss's derivative with respect to that share is, on average, the effect of the edge; it
+    updates the edge's logit (Li and Janson 2024, "Optimal Ablation for Interpretability"). As in
+    their code, that average is over the circuits that contain the edge partly. The loss grows by
+    `penalty` for each edge.
 
     Args:
         bridge: the bridge, in evaluation mode.
-        clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-        loss: from logits ``[batch, pos, d_vocab]`` to one number that is to be small; None: the divergence from the
-            whole model's next tokens at each prompt's last token.
-        penalty: what an edge costs, in the loss's units.
-        steps, rate: of training, by Adam.
-        samples: how many circuits each prompt runs with in a step, all in one batch.
-        ablation, reference: what other edges carry, as for `Circuit.evaluate`.
-        seed: of what is drawn.
-        graph: the model's graph, as `Graph.of` makes it, grouped or not; None: grouped.
-        model_kwargs: what else the model takes with both prompts of a pair.
+        clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+        loss: a function from logits ``[batch, pos, d_vocab]`` to one number to minimise; None: the
+            divergence from the full model's next-token distribution at each prompt's last token.
+        penalty: the cost of an edge, in the loss's units.
+        steps, rate: the number of training steps, and the learning rate of Adam.
+        samples: the number of circuits that each prompt runs with in a step, all in one batch.
+        ablation, reference: the replacement on other edges, as for `Circuit.evaluate`.
+        seed: the random seed.
+        graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
+        model_kwargs: further model inputs for both prompts of a pair.
 
     Returns:
-        The probabilities: unlike other scores they are never negative.
+        The probabilities. Unlike other scores they are never negative.
 
     Raises:
-        ValueError: as `Circuit.evaluate`; no step or sample, a rate that is not positive and finite, a penalty
-            below 0 or not finite, a loss that is not finite or has no gradient.
-        RuntimeError: in inference mode, which makes no gradients.
+        ValueError: as `Circuit.evaluate`; no step or sample, a rate that is not positive and
+            finite, a penalty below 0 or not finite, a loss that is not finite or has no gradient.
+        RuntimeError: the call is in inference mode, which has no gradients.
 
     Example:
         >>> from bridge.circuits import trained_edges
@@ -769,44 +899,67 @@ def trained_edges(
         >>> task = compiled("either")
         >>> def loss(logits):
         ...     return (logits - task.bridge(task.clean)).square().mean()
-        >>> scores = trained_edges(task.bridge, task.clean, task.corrupted, loss, penalty=0.01, steps=20)
+        >>> scores = trained_edges(
+        ...     task.bridge, task.clean, task.corrupted, loss, penalty=0.01, steps=20
+        ... )
         >>> 0 <= float(scores.values.min()) <= float(scores.values.max()) <= 1
         True
     """
-    for name, number in (("steps", steps), ("samples", samples)):
-        check_positive(name, number)
     check_rate(rate)
-    if not 0 <= penalty < math.inf:
-        raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
+    _check_training(steps, samples, penalty)
     refuse_inference_mode("trained_edges")
-    graph = graph_of(bridge, graph)
-    one, wrote, other = ablated(graph, bridge, clean, corrupted, model_kwargs, ablation, reference)
-    loss = loss or divergence_at_last_tokens(wrote.logits, one)
-    numbers = torch.Generator().manual_seed(seed)
-    given = torch.ones(graph.n_edges, requires_grad=True)
-    optimizer, rows = torch.optim.Adam([given], lr=rate), len(one["input_ids"])
+    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+    graph = pair.graph
+    loss = loss or divergence_at_last_tokens(pair.clean.logits, pair.prompts)
+    generator = torch.Generator().manual_seed(seed)
+    edge_logits = torch.ones(graph.n_edges, requires_grad=True, device="cpu")
+    optimizer = torch.optim.Adam([edge_logits], lr=rate)
+    rows = len(pair.prompts["input_ids"])
     with torch.enable_grad():
         for _ in range(steps):
-            probability = given.sigmoid()
-            drawn = torch.rand(samples, rows, graph.n_edges, generator=numbers)
-            replaced = torch.zeros(samples, rows, *graph.exists.shape)
+            probability = edge_logits.sigmoid()
+            drawn = torch.rand(samples, rows, graph.n_edges, generator=generator, device="cpu")
+            replaced = torch.zeros(samples, rows, *graph.exists.shape, device="cpu")
             replaced[:, :, graph.exists] = _absent(drawn, probability)
-            logits = run_with_edges_replaced(graph, bridge, one, other, replaced.to(other))
-            found = torch.stack([one_number(loss, some) for some in logits]).mean()
-            if not found.isfinite():
-                raise ValueError(f"loss is {found.item()}: it must be a finite number that can be small")
-            (slope,) = gradients_of("loss", found, [given])
-            given.grad = slope + penalty * (probability * (1 - probability)).detach()
+            value = _mean_loss(bridge, pair, replaced.to(pair.replacement), loss)
+            (slope,) = gradients_of("loss", value, [edge_logits])
+            edge_logits.grad = slope + penalty * (probability * (1 - probability)).detach()
             optimizer.step()
-    values = torch.zeros(graph.exists.shape)
-    values[graph.exists] = given.detach().sigmoid()
+    values = torch.zeros(graph.exists.shape, device="cpu")
+    values[graph.exists] = edge_logits.detach().sigmoid()
     return EdgeScores(graph, values)
 
 
-def _absent(drawn: Float[Tensor, "... edge"], probability: Float[Tensor, " edge"]) -> Float[Tensor, "... edge"]:
-    """How far edges are absent, by numbers drawn evenly between 0 and 1: none, all, or in a window partly.
+def _check_training(steps: int, samples: int, penalty: float) -> None:
+    check_positive("steps", steps)
+    check_positive("samples", samples)
+    if not 0 <= penalty < math.inf:
+        raise ValueError(f"penalty is {penalty}; it must be 0 or more, and finite")
 
-    Of these last the gradient is 1 on average, over those that are no thousandth from an end.
+
+def _mean_loss(
+    bridge: TransformerBridge, pair: AblatedPair, replaced: Tensor, loss: Metric
+) -> Tensor:
+    """Return the mean loss of several sets of replaced edges.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    run = partial(run_with_edges_replaced, pair.graph, bridge, pair.prompts, pair.replacement)
+    value = torch.stack([one_number(loss, logits) for logits in run(replaced)]).mean()
+    if not value.isfinite():
+        raise ValueError(f"loss is {value.item()}: it must be a finite number that can be small")
+    return value
+
+
+def _absent(
+    drawn: Float[Tensor, "... edge"], probability: Float[Tensor, " edge"]
+) -> Float[Tensor, "... edge"]:
+    """Return how far edges are absent, from uniform random numbers: fully, not at all, or partly in
+    a window.
+
+    The gradient of the partly absent edges is 1 on average, over those further than a thousandth
+    from either end.
     """
     window = (probability * (1 - probability)).detach().clamp(min=torch.finfo(drawn.dtype).tiny)
     place = (drawn - probability.detach()) / window + 0.5

@@ -1,23 +1,28 @@
-"""Circuits: which edges of a model's graph a behaviour needs, and how much of it they keep.
+"""Circuits: the edges of a computation graph that a behaviour needs, and their faithfulness.
 
-What comes in: a bridge, pairs of clean and corrupted prompts, and a metric of logits. What goes out: a score for each
-edge (`EdgeScores`), some of the edges (`Circuit`), and how faithful these are (`Evaluation`, `Curve`).
+Input: a bridge, pairs of clean and corrupted prompts, and a metric of logits. Output: a score for
+each edge (`EdgeScores`), a subset of the edges (`Circuit`), and its faithfulness (`Evaluation`,
+`Curve`).
 
 The mechanism, in order:
 
-1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads the sum of what
-   was written before. So from each writer there is an edge to each later reader; queries, keys and values read apart.
-2. `written_in_both` takes two runs apart into what each writer wrote, and tries that the parts sum to the stream.
-3. Scores (`bridge.circuits.attribution`): by how much the metric changes if an edge carries what its writer wrote in
-   the corrupted run. Measured, a patch of what the reader reads (`edge_effects`); or estimated from gradients
-   (`edge_attribution`).
-4. `EdgeScores.top`, `greedy` and `threshold` choose circuits by scores.
-5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges carry something else;
-   `evaluations` measures the metric of circuits and of all that is outside of them. `OwnKeys`: where the graph's query
-   heads have keys that the model has for a group, each row runs once for each head of a group.
+1. `Graph.of` (`bridge.circuits.graph`): heads and MLPs write to the residual stream, and each reads
+   the sum of all earlier outputs. So each writer has an edge to each later reader; queries, keys
+   and values are separate readers.
+2. `written_in_both` splits two runs into the output of each writer, and checks that the outputs sum
+   to the stream.
+3. Scores (`bridge.circuits.attribution`) say how the metric changes if an edge carries its writer's
+   output in the corrupted run. They are measured by patching the reader's input (`edge_effects`),
+   or estimated from gradients (`edge_attribution`).
+4. `EdgeScores.top`, `greedy` and `threshold` select circuits by score.
+5. `run_with_edges_replaced` (`bridge.circuits.edge_runs`) runs a model in which all other edges
+   carry a replacement. `evaluations` measures the metric of circuits and of their complements. If
+   the graph gives each query head its own key where the model shares one per group, `OwnKeys` runs
+   each row once per head of a group.
 
-It refuses a model whose stream is no plain sum, or a part of which has no input of its own; pairs of other shapes;
-edges that do not exist. It knows nothing of features in a basis; pictures it asks for when one is drawn.
+It raises an error for a model whose stream is not a plain sum, a component without an input of its
+own, pairs of different shapes, and edges that do not exist. It does not depend on features in a
+basis; pictures are imported only for drawing.
 """
 
 from __future__ import annotations
@@ -29,19 +34,22 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adapters.sealed import read_file, sealed
+from bridge.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.bridge import TransformerBridge
 from bridge.circuits.edge_runs import (
+    AblatedPair,
     Curve,
     Evaluation,
+    ablate,
     effects_of_edges,
     evaluations,
     graph_of,
@@ -63,85 +71,118 @@ from bridge.circuits.graph import (
     token_mask,
     written,
 )
-from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
+from bridge.patching.ablations import Noise
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a picture of a circuit says of each node: where it stands, what it attends to, its direct effect.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Facts about each node in a picture of a circuit: its place, attention pattern and direct effect.
+# --------------------------------------------------------------------------------------------------
 
 
-def _name(metric: Metric) -> str:
+def _metric_name(metric: Metric | str) -> str:
+    if isinstance(metric, str):
+        return metric
     name = getattr(metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name.replace("_", " ")
 
 
 @torch.no_grad()
 def _patterns(
-    heads: list[str], joins: Sequence[tuple[str, str]], bridge: TransformerBridge, clean: dict[str, Any]
+    heads: list[str],
+    joins: Sequence[tuple[str, str]],
+    bridge: TransformerBridge,
+    clean: dict[str, Any],
 ) -> dict[str, Tensor]:
-    """What each head of the circuit attends to in the first prompt, for it and for its inputs."""
-    places = {head: tuple(map(int, head[1:].split("H"))) for head in heads}
-    # With images all rows run: the model alone knows which of them belong to the first.
+    """Return the first prompt's attention pattern of each head of the circuit, for the head and for
+    its inputs.
+    """
+    # With images all rows run, since only the model knows which images belong to the first row.
     first = {"input_ids": clean["input_ids"][:1]} if len(clean) == 1 else clean
-    names = [f"blocks.{layer}.attn.hook_pattern" for layer in sorted({layer for layer, _ in places.values()})]
-    _, cache = bridge.run_with_cache(first, names_filter=names)
-    found = {name: cache[f"blocks.{layer}.attn.hook_pattern"][0, head] for name, (layer, head) in places.items()}
-    return found | {one: found[head] for one, head in joins if "H" in one}
+    places = {name: name[1:].split("H") for name in heads}
+    points = {name: f"blocks.{layer}.attn.hook_pattern" for name, (layer, _) in places.items()}
+    filtered = list(dict.fromkeys(points.values()))
+    _, cache = bridge.run_with_cache(first, names_filter=filtered)
+    patterns = {name: cache[points[name]][0, int(head)] for name, (_, head) in places.items()}
+    return patterns | {
+        head_input: patterns[head] for head_input, head in joins if "H" in head_input
+    }
+
+
+def _direct_effects(
+    bridge: TransformerBridge, pair: AblatedPair, metric: Metric, names: Iterable[str]
+) -> dict[str, float]:
+    """Return the effect of each sender's edge to the logits."""
+    edges = {name: f"{name}->logits" for name in names if name in pair.graph.senders}
+    effects = effects_of_edges(bridge, pair, metric, list(edges.values()), verbose=False)
+    return {name: float(effects[pair.graph.edge(edge)]) for name, edge in edges.items()}
 
 
 def _depth(graph: Graph, name: str) -> int:
-    """A column for a node: of a layer, its heads' inputs, its heads, its MLP."""
+    """Return a node's column: within a layer, its heads' inputs, its heads, its MLP."""
     if name in ("embed", "logits"):
         return 0 if name == "embed" else 3 * len(graph.layers) + 1
-    (layer, *_) = re.findall(r"\d+", name)
+    layer, *_ = re.findall(r"\d+", name)
     return 3 * int(layer) + (1 if "." in name else 3 if name.endswith("MLP") else 2)
 
 
 def _joins(graph: Graph, edges: Sequence[tuple[str, str, float]]) -> list[tuple[str, str]]:
-    """Each head that writes, with those of its inputs that are read through."""
-    writing, reading, _ = (set(column) for column in zip(*edges, strict=True)) if edges else ((), (), ())
-    return [
-        (graph.receivers[receiver], sender)
-        for sender, inputs in zip(graph.senders, graph.inputs, strict=True)
-        for receiver in inputs
-        if sender in writing and graph.receivers[receiver] in reading and graph.receivers[receiver] != sender
-    ]
+    """Return pairs of a head's input and that head, for all heads of the circuit whose output and
+    input both have edges in it."""
+    writing = {sender for sender, _, _ in edges}
+    reading = {receiver for _, receiver, _ in edges}
+    joins = []
+    for sender, inputs in zip(graph.senders, graph.inputs, strict=True):
+        receivers = [graph.receivers[receiver] for receiver in inputs if sender in writing]
+        joins += [(name, sender) for name in receivers if name in reading and name != sender]
+    return joins
+
+
+# --------------------------------------------------------------------------------------------------
+# The files of the Mechanistic Interpretability Benchmark.
+# --------------------------------------------------------------------------------------------------
 
 
 def _mib_name(name: str) -> str:
-    """What the benchmark calls a sender or a receiver."""
-    found = re.fullmatch(r"L(\d+)(?:MLP|H(\d+)(?:\.([qkv]))?)", name)
-    if found is None:
+    """Return the benchmark's name of a sender or a receiver."""
+    parts = re.fullmatch(r"L(\d+)(?:MLP|H(\d+)(?:\.([qkv]))?)", name)
+    if parts is None:
         return "input" if name == "embed" else name
-    layer, head, letter = found.groups()
-    return f"m{layer}" if head is None else f"a{layer}.h{head}" + (f"<{letter}>" if letter else "")
+    layer, head, letter = parts.groups()
+    if head is None:
+        return f"m{layer}"
+    return f"a{layer}.h{head}<{letter}>" if letter else f"a{layer}.h{head}"
 
 
 def _mib_rows(graph: Graph, sender: int) -> int | slice:
-    """Whose neurons the benchmark's JSON has at a sender: for a head those of all heads of its layer."""
-    of_one = next(some for some in graph.writes.values() if some.start <= sender < some.stop)
-    return of_one if graph.senders[sender].count("H") else sender
+    """Return the senders whose neurons the benchmark's JSON stores: for a head, all heads of its
+    layer.
+    """
+    if "H" not in graph.senders[sender]:
+        return sender
+    return next(some for some in graph.writes.values() if some.start <= sender < some.stop)
 
 
 def _mib_graph(config: dict[str, Any]) -> Graph:
-    """The graph of a model that the benchmark has."""
-    heads = config["n_heads"]
-    return Graph([LayerShape(heads, heads, True, bool(config["parallel_attn_mlp"]))] * config["n_layers"])
+    """Return the graph of the benchmark's model."""
+    heads, parallel = config["n_heads"], bool(config["parallel_attn_mlp"])
+    return Graph([LayerShape(heads, heads, True, parallel)] * config["n_layers"])
 
 
 def _mib_edges(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Receiver and sender of each edge, by the benchmark's name."""
-    senders, receivers = ([_mib_name(name) for name in names] for names in (graph.senders, graph.receivers))
-    return {f"{senders[j]}->{receivers[i]}": (i, j) for i, j in graph.exists.nonzero().tolist()}
+    """Return the receiver and sender of each edge, by the benchmark's name."""
+    edges = {}
+    for receiver, sender in graph.exists.nonzero().tolist():
+        name = f"{_mib_name(graph.senders[sender])}->{_mib_name(graph.receivers[receiver])}"
+        edges[name] = (receiver, sender)
+    return edges
 
 
 def _unpickled(content: bytes) -> Any:
-    """The tensors of a file.
+    """Return the tensors of a file.
 
     Raises:
-        ValueError: it is none of torch's.
+        ValueError: it is not a file of torch.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -149,28 +190,58 @@ def _unpickled(content: bytes) -> Any:
         raise ValueError("torch.save did not write it, or it is damaged") from error
 
 
-def _of_tensors(found: Any) -> dict[str, Any]:
-    """The benchmark's tensors, as its JSON has them.
+def _json_of_tensors(tensors: Any) -> dict[str, Any]:
+    """Convert the benchmark's tensors to the form of its JSON.
 
     Raises:
-        ValueError: they are not those.
+        ValueError: these are not the benchmark's tensors.
     """
-    wanted = {"cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph"}
-    if not isinstance(found, dict) or not wanted <= found.keys():
-        raise ValueError(f"the benchmark's has {', '.join(sorted(wanted))}")
-    shape = [len(found["src_nodes"]), len(found["dst_nodes"])]
-    if any(list(found[name].shape) != shape for name in ("edges_scores", "edges_in_graph")):
+    needed = {"cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph"}
+    if not isinstance(tensors, dict) or not needed <= tensors.keys():
+        raise ValueError(f"the benchmark's has {', '.join(sorted(needed))}")
+    senders, receivers = tensors["src_nodes"], tensors["dst_nodes"]
+    scores, in_graph = tensors["edges_scores"], tensors["edges_in_graph"]
+    shape = [len(senders), len(receivers)]
+    if not list(scores.shape) == list(in_graph.shape) == shape:
         raise ValueError(f"its tensors have not the shape {shape} of its nodes")
-    graph, edges = _mib_graph(found["cfg"]), {}
+    graph, edges = _mib_graph(tensors["cfg"]), {}
     for edge in _mib_edges(graph):
         sender, receiver = edge.split("->")
-        at = found["src_nodes"].index(sender), found["dst_nodes"].index(receiver)
-        edges[edge] = {"score": float(found["edges_scores"][at]), "in_graph": bool(found["edges_in_graph"][at])}
-    nodes: dict[str, dict[str, Any]] = {name: {} for name in found["src_nodes"]}
-    if "neurons_in_graph" in found:
-        for row, name in enumerate(map(_mib_name, graph.senders)):
-            nodes[name]["neurons"] = found["neurons_in_graph"][_mib_rows(graph, row)].tolist()
-    return {"cfg": found["cfg"], "nodes": nodes, "edges": edges}
+        place = senders.index(sender), receivers.index(receiver)
+        edges[edge] = {"score": float(scores[place]), "in_graph": bool(in_graph[place])}
+    nodes: dict[str, dict[str, Any]] = {name: {} for name in senders}
+    if "neurons_in_graph" in tensors:
+        for row, name in enumerate(graph.senders):
+            neurons = tensors["neurons_in_graph"][_mib_rows(graph, row)]
+            nodes[_mib_name(name)]["neurons"] = neurons.tolist()
+    return {"cfg": tensors["cfg"], "nodes": nodes, "edges": edges}
+
+
+def _mib_neurons(
+    graph: Graph, nodes: dict[str, dict[str, Any]], d_model: int
+) -> Bool[Tensor, "sender d_model"] | None:
+    """Return the neurons of the benchmark's nodes; None if they have none.
+
+    Raises:
+        ValueError: a node has none, or not one for each coordinate.
+    """
+    rows = [nodes[_mib_name(name)].get("neurons") for name in graph.senders]
+    if all(row is None for row in rows):
+        return None
+    neurons = torch.zeros(len(rows), d_model, dtype=torch.bool, device="cpu")
+    for sender, row in enumerate(rows):
+        place = _mib_rows(graph, sender)
+        if row is None or torch.tensor(row, device="cpu").shape != neurons[place].shape:
+            raise ValueError(
+                f"the neurons of {graph.senders[sender]} are not {list(neurons[place].shape)}"
+            )
+        neurons[place] = torch.tensor(row, device="cpu").bool()
+    return neurons
+
+
+# --------------------------------------------------------------------------------------------------
+# Circuits.
+# --------------------------------------------------------------------------------------------------
 
 
 _FORMAT = "transformer-bridge circuit"
@@ -178,16 +249,17 @@ _VERSION = 1
 
 
 class Circuit:
-    """Some edges of a graph, with their scores.
+    """A subset of a graph's edges, with their scores.
 
     Args:
         graph: the graph.
-        mask: which edges, ``[receiver, sender]``.
-        scores: of the edges; None: 0 for all.
-        neurons: which coordinates of what a sender writes its edges have, ``[sender, d_model]``; None: all.
+        mask: the edges, ``[receiver, sender]``.
+        scores: scores of the edges; None: 0 for all.
+        neurons: the coordinates of each sender's output that its edges include, ``[sender,
+            d_model]``; None: all.
 
     Raises:
-        ValueError: a shape is not the graph's, or a pair is no edge.
+        ValueError: a shape does not match the graph, or a pair is not an edge.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -198,6 +270,9 @@ class Circuit:
         (Circuit(2 of 479 edges), Circuit(477 of 479 edges))
     """
 
+    #: The function of `bridge.pictures` that draws it.
+    picture: ClassVar[str] = "circuit"
+
     @refuse_wrong_types
     def __init__(
         self,
@@ -207,27 +282,36 @@ class Circuit:
         neurons: Bool[Tensor, "sender d_model"] | None = None,
     ) -> None:
         if neurons is not None and len(neurons) != len(graph.senders):
-            raise ValueError(f"neurons are of {len(neurons)} senders; this graph has {len(graph.senders)}")
+            raise ValueError(
+                f"neurons are of {len(neurons)} senders; this graph has {len(graph.senders)}"
+            )
         if mask.shape != graph.exists.shape:
-            raise ValueError(f"the mask has shape {list(mask.shape)}; this graph needs {list(graph.exists.shape)}")
+            raise ValueError(
+                f"the mask has shape {list(mask.shape)}; this graph needs"
+                f" {list(graph.exists.shape)}"
+            )
         if (mask & ~graph.exists).any():
             receiver, sender = (int(i) for i in (mask & ~graph.exists).nonzero()[0])
             raise ValueError(f"there is no edge {graph.edge_name(receiver, sender)}")
         self.graph, self.mask = graph, mask.clone()
         self.neurons = None if neurons is None else neurons.cpu().clone()
-        self.scores = torch.zeros(mask.shape, dtype=torch.float64) if scores is None else scores.double()
+        self.scores = (
+            torch.zeros(mask.shape, dtype=torch.float64, device="cpu")
+            if scores is None
+            else scores.double()
+        )
 
     @classmethod
     @refuse_wrong_types
     def of_edges(cls, graph: Graph, edges: Sequence[str]) -> Circuit:
-        """A circuit of named edges.
+        """Return a circuit of named edges.
 
         Args:
             graph: the graph.
-            edges: such as ``"L0H1->L3H2.q"``.
+            edges: names such as ``"L0H1->L3H2.q"``.
 
         Raises:
-            ValueError: one is no edge of the graph.
+            ValueError: a name is not an edge of the graph.
         """
         mask = torch.zeros_like(graph.exists)
         for edge in edges:
@@ -236,63 +320,71 @@ class Circuit:
 
     @property
     def edges(self) -> list[tuple[str, str, float]]:
-        """Sender, receiver and score of every edge, the largest score first, of either sign."""
-        found = [
-            (self.graph.senders[sender], self.graph.receivers[receiver], float(self.scores[receiver, sender]))
-            for receiver, sender in self.mask.nonzero().tolist()
-        ]
-        return sorted(found, key=lambda edge: -abs(edge[2]))
+        """Return sender, receiver and score of every edge, sorted by decreasing absolute score."""
+        graph, edges = self.graph, []
+        for receiver, sender in self.mask.nonzero().tolist():
+            score = float(self.scores[receiver, sender])
+            edges.append((graph.senders[sender], graph.receivers[receiver], score))
+        return sorted(edges, key=lambda edge: -abs(edge[2]))
 
     @property
     def n_edges(self) -> int:
-        """How many edges it has."""
+        """Return the number of edges."""
         return int(self.mask.sum())
 
     @property
     def share(self) -> float:
-        """Its part of all edges; an edge of which some neurons are in it counts by their share."""
+        """Return the share of all edges; an edge with only some neurons in the circuit counts by
+        their share.
+        """
         return share_of(self.graph, self.mask, self.neurons)
 
     @property
     def nodes(self) -> list[str]:
-        """The heads, MLPs, embeddings and logits that its edges connect, in the order of the computation."""
-        graph = self.graph
-        used = set(self.mask.any(0).nonzero().flatten().tolist())
-        receivers = set(self.mask.any(1).nonzero().flatten().tolist())
-        fed = [sender for sender, inputs in enumerate(graph.inputs) if receivers & set(inputs)]
-        names = [graph.senders[sender] for sender in sorted(used | set(fed))]
-        return [*names, "logits"] if len(graph.receivers) - 1 in receivers else names
+        """Return the heads, MLPs, embeddings and logits that the edges connect, in the order of
+        computation.
+        """
+        sends, receives = self.mask.any(0).tolist(), self.mask.any(1).tolist()
+        names = [
+            name
+            for sender, name in enumerate(self.graph.senders)
+            if sends[sender] or any(receives[i] for i in self.graph.inputs[sender])
+        ]
+        return [*names, "logits"] if receives[-1] else names
 
     def complement(self) -> Circuit:
-        """All other edges.
+        """Return the circuit of all other edges.
 
         Raises:
-            ValueError: a circuit of neurons, whose complement has other neurons of other edges.
+            ValueError: the circuit has neurons: the complement would need other neurons for other
+                edges.
         """
         if self.neurons is not None:
-            raise ValueError("the complement of a circuit of neurons has no one set of neurons for each sender")
+            raise ValueError(
+                "the complement of a circuit of neurons has no one set of neurons for each sender"
+            )
         return Circuit(self.graph, self.graph.exists & ~self.mask, self.scores)
 
     def pruned(self) -> Circuit:
-        """The circuit without edges that are on no way from the embeddings to the logits."""
+        """Return the circuit without edges that are on no path from the embeddings to the
+        logits.
+        """
         graph, mask = self.graph, self.mask.clone()
         if self.neurons is not None:
             mask &= self.neurons.any(1)
         while True:
-            receives = mask.any(1)
-            sends = mask.any(0)
-            alive = torch.tensor(
-                [i == 0 or any(bool(receives[r]) for r in graph.inputs[i]) for i in range(mask.shape[1])]
-            )
-            useful = torch.zeros(mask.shape[0], dtype=torch.bool)
+            sends, receives = mask.any(0), mask.any(1)
+            reached = [bool(receives[inputs].any()) for inputs in graph.inputs]
+            reached[0] = True  # the embeddings have no inputs
+            useful = torch.zeros_like(receives)
             useful[-1] = True
-            for sender, inputs in enumerate(graph.inputs):
-                if sends[sender]:
+            for inputs, sending in zip(graph.inputs, sends, strict=True):
+                if sending:
                     useful[inputs] = True
-            left = mask & alive & useful[:, None]
-            if torch.equal(left, mask):
+            kept = mask & torch.tensor(reached, device="cpu") & useful[:, None]
+            if torch.equal(kept, mask):
                 return Circuit(graph, mask, self.scores, self.neurons)
-            mask = left
+            mask = kept
 
     @refuse_wrong_types
     def evaluate(
@@ -301,31 +393,39 @@ class Circuit:
         clean: Prompts,
         corrupted: Prompts,
         metric: Metric,
-        ablation: str | Float[Tensor, "constant d_model"] = "resample",
+        ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
         reference: Prompts | None = None,
         **model_kwargs: Any,
     ) -> Evaluation:
-        """How much of the model's behaviour the circuit has, and how much its complement.
+        """Measure how much of the model's behaviour the circuit keeps, and how much its complement
+        keeps.
 
-        Every other edge carries what the ablation puts in its sender's place: of the corrupted run (``"resample"``),
-        the mean over prompts, position by position (``"mean"``), nothing (``"zero"``, the embeddings included), or
-        constants, a vector for each sender, such as `optimal_constants`.
-        Edges of the circuit carry what their senders write in this very run. Biases of output projections are no
-        edges and stay, and so does what else a model adds to the stream, as features of an image.
+        Every other edge carries the ablation's replacement of its sender: the output in the
+        corrupted run (``"resample"``), the mean over prompts, position by position (``"mean"``),
+        zeros (``"zero"``, the embeddings included), the output in the clean run plus Gaussian noise
+        (``"noise"``, or `bridge.patching.Noise`), or constants, a vector for each sender, such as
+        `optimal_constants` (``"optimal"`` trains these). Edges of the circuit carry their senders'
+        outputs in this run. Output projections' biases are not edges and are kept, as is any other
+        input to the stream, such as image features.
 
         Args:
             bridge: the bridge.
-            clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-            metric: from logits ``[batch, pos, d_vocab]`` to one number, or one for each prompt.
-            ablation: see above.
-            reference: for ``"mean"``: the prompts that the mean is over, ``[rows, pos]``; None: the corrupted ones.
-            model_kwargs: what else the model takes with both prompts of a pair, such as ``pixel_values=``. Where each
-                has its own, and for `reference`, give prompts as a processor gives them.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+            metric: a function from logits ``[batch, pos, d_vocab]`` to one number, or one for each
+                prompt.
+            ablation: one of the ablations above.
+            reference: for ``"mean"``: the prompts to average over, ``[rows, pos]``; None: the
+                corrupted ones. For ``"optimal"``: the prompts to train the constants on.
+            model_kwargs: further model inputs for both prompts of a pair, such as
+                ``pixel_values=``. If each prompt has its own, and for `reference`, pass prompts as
+                a processor's output.
 
         Raises:
-            ValueError: an unknown ablation; prompts of different lengths, or whose masks differ; a mean at a position
-                where what it is over has padding alone; a circuit of another model, or training mode; something
-                besides heads and MLPs differs between the streams of a pair.
+            ValueError: an unknown ablation; prompts of different lengths or with different masks; a
+                mean at a position with padding only; ``"optimal"`` without `reference`; a circuit
+                of another model; training mode; or an input to the stream besides heads and MLPs
+                that differs within a pair.
+            RuntimeError: ``"optimal"`` in inference mode, which has no gradients.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -334,13 +434,22 @@ class Circuit:
             >>> bridge = TransformerBridge.boot_embedded()
             >>> pairs = embedded_pairs(bridge, "ioi", 4)
             >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
-            >>> found = scores.greedy(240).evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric())
+            >>> found = scores.greedy(240).evaluate(
+            ...     bridge, pairs.clean, pairs.corrupted, pairs.metric()
+            ... )
             >>> found.faithfulness > 0.5
             True
         """
-        return evaluations(
-            self.graph, [(self.mask, self.neurons)], bridge, clean, corrupted, metric, ablation, reference, model_kwargs
-        )[0]
+        if isinstance(ablation, str) and ablation == "optimal":
+            if reference is None:
+                raise ValueError(
+                    "optimal constants are trained on other prompts than these: give them as"
+                    " reference"
+                )
+            ablation, reference = self.optimal_constants(bridge, reference), None
+        pair = ablate(bridge, self.graph, clean, corrupted, ablation, reference, model_kwargs)
+        (evaluation,) = evaluations(bridge, pair, [(self.mask, self.neurons)], metric)
+        return evaluation
 
     @refuse_wrong_types
     def optimal_constants(
@@ -352,28 +461,31 @@ class Circuit:
         rate: float = 0.05,
         **model_kwargs: Any,
     ) -> Float[Tensor, "sender d_model"]:
-        """One constant for each sender that harms the circuit least when all other edges carry it: optimal ablation.
+        """Train one constant for each sender such that ablating all other edges with it harms the
+        circuit least.
 
-        Means and zeros throw a model off by being unusual; what is left with the best constants is what the edges carry
-        (Li and Janson 2024, "Optimal Ablation for Interpretability"). They are trained by Adam from the senders' means,
-        in units of their spread; those of the step with the least loss are returned.
+        This is optimal ablation. Means and zeros disturb a model because they are unusual inputs;
+        the loss that remains with the best constants measures the information in the edges (Li and
+        Janson 2024, "Optimal Ablation for Interpretability"). Adam trains the constants from the
+        senders' means, in units of their spread; the step with the smallest loss is returned.
 
         Args:
             bridge: the bridge, in evaluation mode.
-            prompts: what they are trained on, ``[batch, pos]``, or what a processor gives. Evaluate on others.
-            loss: from logits to one number that is to be small; None: the divergence from the whole model's next tokens
-                at each prompt's last token.
-            steps: of training.
-            rate: of learning.
-            model_kwargs: what else the model takes with the prompts.
+            prompts: the training prompts, ``[batch, pos]``, or a processor's output. Evaluate on
+                others.
+            loss: a function from logits to one number to minimise; None: the divergence from the
+                full model's next-token distribution at each prompt's last token.
+            steps: the number of training steps.
+            rate: the learning rate.
+            model_kwargs: further model inputs for the prompts.
 
         Returns:
             The constants, for ``evaluate(ablation=)``.
 
         Raises:
-            ValueError: a circuit of another model, training mode, no step, a rate that is not positive and finite, a
-                loss that is not finite or has no gradient.
-            RuntimeError: in inference mode, which makes no gradients.
+            ValueError: a circuit of another model, training mode, no step, a rate that is not
+                positive and finite, a loss that is not finite or has no gradient.
+            RuntimeError: the call is in inference mode, which has no gradients.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -384,41 +496,40 @@ class Circuit:
             >>> scores = edge_attribution(bridge, pairs.clean, pairs.corrupted, pairs.metric())
             >>> circuit = scores.greedy(100)
             >>> constants = circuit.optimal_constants(bridge, pairs.clean, steps=3)
-            >>> found = circuit.evaluate(bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants)
+            >>> found = circuit.evaluate(
+            ...     bridge, pairs.clean, pairs.corrupted, pairs.metric(), constants
+            ... )
         """
         graph_of(bridge, self.graph)
         refuse_another_width(self.neurons, bridge)
         check_positive("steps", steps)
         check_rate(rate)
         refuse_inference_mode("optimal_constants")
-        given = prompts_with(bridge, prompts, model_kwargs)
-        wrote, counted = written(self.graph, bridge, given), token_mask(given)
+        inputs = prompts_with(bridge, prompts, model_kwargs)
+        wrote, counted = written(self.graph, bridge, inputs), token_mask(inputs)
         refuse_another_sum(bridge, wrote)
-        loss, parts = loss or divergence_at_last_tokens(wrote.logits, given), wrote.parts
+        measure = loss or divergence_at_last_tokens(wrote.logits, inputs)
+        parts = wrote.parts
         means = mean_of(parts, counted, (1, 2))
-        sizes = mean_of((parts - means).square(), counted, (1, 2)).mean(-1, keepdim=True).sqrt()
-        moved = torch.zeros_like(means, requires_grad=True)
-        optimizer, least, best = torch.optim.Adam([moved], lr=rate), torch.inf, moved.detach().clone()
+        variances = mean_of((parts - means).square(), counted, (1, 2))
+        sizes = variances.mean(-1, keepdim=True).sqrt()
         replaced = (self.graph.exists & ~self.mask)[None]
         partly = None if self.neurons is None else (self.mask[None], ~self.neurons[None])
-        if not replaced.any() and partly is None:  # nothing carries a constant
+        if not replaced.any() and partly is None:  # no edge carries a constant
             return means[:, 0, 0].to(parts.dtype)
-        with torch.enable_grad():
-            for _ in range(steps):
-                constants = (means + sizes * moved).to(parts.dtype)
-                (logits,) = run_with_edges_replaced(self.graph, bridge, given, constants, replaced, partly)
-                found = one_number(loss, logits)
-                if not found.isfinite():
-                    raise ValueError(f"loss is {found.item()}: constants are trained to make a finite number small")
-                if found.item() < least:
-                    least, best = found.item(), moved.detach().clone()
-                (moved.grad,) = gradients_of("loss", found, [moved])
-                optimizer.step()
+
+        def loss_of(shift: Tensor) -> Tensor:
+            constants = (means + sizes * shift).to(parts.dtype)
+            edges = (replaced, partly)
+            (logits,) = run_with_edges_replaced(self.graph, bridge, inputs, constants, *edges)
+            return one_number(measure, logits)
+
+        best = _minimised(loss_of, torch.zeros_like(means), steps, rate)
         return (means + sizes * best)[:, 0, 0].to(parts.dtype)
 
     @refuse_wrong_types
     def save(self, path: str | Path) -> None:
-        """Writes the circuit as JSON.
+        """Write the circuit as JSON.
 
         Args:
             path: the file.
@@ -436,18 +547,20 @@ class Circuit:
 
     @refuse_wrong_types
     def to_mib(self, path: str | Path, bridge: TransformerBridge) -> None:
-        """Writes the circuit, with the scores of all edges, as the Mechanistic Interpretability Benchmark reads it.
+        """Write the circuit, with the scores of all edges, in the format of the Mechanistic
+        Interpretability Benchmark.
 
-        That is what EAP-IG's ``Graph.from_json`` reads: nodes ``input``, ``a3.h2``, ``m3``; edges ``a0.h1->a3.h2<q>``;
-        or, by the name of the file, the tensors of its ``Graph.from_pt``.
+        The format is that of EAP-IG's ``Graph.from_json``: nodes ``input``, ``a3.h2``, ``m3``;
+        edges ``a0.h1->a3.h2<q>``. Depending on the file's suffix, it is the tensors of
+        ``Graph.from_pt`` instead.
 
         Args:
             path: the file, ``.json`` or ``.pt``.
             bridge: the model of the circuit.
 
         Raises:
-            ValueError: another kind of file; a circuit of another model; one with grouped keys, or with a layer without
-                heads or MLP, for which that graph has no nodes.
+            ValueError: an unknown suffix; a circuit of another model; one with grouped keys, or
+                with a layer without heads or MLP, which the benchmark's graph cannot represent.
 
         Example:
             >>> import tempfile, pathlib
@@ -466,50 +579,65 @@ class Circuit:
         first = graph.layers[0]
         if set(graph.layers) != {first} or not first.mlp or not first.heads == first.key_heads > 0:
             raise ValueError(
-                "the benchmark's graph has an MLP and as many heads in each layer, all with keys of their own: "
-                f"{bridge.cfg.model_name} has not (if its keys are grouped, take Graph.of(bridge, grouped=False))"
+                "the benchmark's graph has an MLP and as many heads in each layer, all with keys"
+                f" of their own: {bridge.cfg.model_name} has not (if its keys are grouped, take"
+                " Graph.of(bridge, grouped=False))"
             )
         if not self.scores.isfinite().all():
             raise ValueError("a score is not finite, which the file cannot hold")
-        used = {graph.senders.index(name) for name in self.nodes if name != "logits"}
         config = {
-            "n_layers": len(graph.layers), "n_heads": first.heads, "parallel_attn_mlp": first.parallel,
+            "n_layers": len(graph.layers),
+            "n_heads": first.heads,
+            "parallel_attn_mlp": first.parallel,
             "d_model": bridge.cfg.d_model,
-        }  # fmt: skip
-        senders, receivers = ([_mib_name(name) for name in names] for names in (graph.senders, graph.receivers))
-        if path.suffix == ".pt":
-            nodes = torch.tensor([at in used for at in range(len(senders))])
-            tensors = {
-                "cfg": config, "src_nodes": senders, "dst_nodes": receivers, "nodes_in_graph": nodes,
-                "edges_scores": self.scores.T.float().contiguous(), "edges_in_graph": self.mask.T.contiguous(),
-            }  # fmt: skip
-            if self.neurons is not None:
-                tensors |= {"neurons_in_graph": self.neurons, "neurons_scores": torch.zeros(self.neurons.shape)}
-            torch.save(tensors, path)
-            return
-        said: dict[str, dict[str, Any]] = {name: {"in_graph": at in used} for at, name in enumerate(senders)}
-        said["logits"] = {"in_graph": bool(self.mask[-1].any())}
-        if self.neurons is not None:
-            for at, name in enumerate(senders):
-                said[name]["neurons"] = self.neurons[_mib_rows(graph, at)].tolist()
-        edges = {
-            edge: {"score": float(self.scores[at]), "in_graph": bool(self.mask[at])}
-            for edge, at in _mib_edges(graph).items()
         }
-        content = {"cfg": config, "nodes": said, "edges": edges}
-        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        if path.suffix == ".pt":
+            torch.save({"cfg": config, **self._mib_tensors()}, path)
+        else:
+            content = json.dumps({"cfg": config, **self._mib_json()}, allow_nan=False)
+            path.write_text(content + "\n", encoding="utf-8")
+
+    def _mib_tensors(self) -> dict[str, Any]:
+        """Return the circuit as the benchmark's tensors, without its model's sizes."""
+        graph, nodes = self.graph, set(self.nodes)
+        tensors = {
+            "src_nodes": [_mib_name(name) for name in graph.senders],
+            "dst_nodes": [_mib_name(name) for name in graph.receivers],
+            "nodes_in_graph": torch.tensor([name in nodes for name in graph.senders], device="cpu"),
+            "edges_scores": self.scores.T.float().contiguous(),
+            "edges_in_graph": self.mask.T.contiguous(),
+        }
+        if self.neurons is not None:
+            tensors["neurons_in_graph"] = self.neurons
+            tensors["neurons_scores"] = torch.zeros(self.neurons.shape, device="cpu")
+        return tensors
+
+    def _mib_json(self) -> dict[str, Any]:
+        """Return the circuit as the benchmark's JSON, without its model's sizes."""
+        graph, names = self.graph, set(self.nodes)
+        nodes: dict[str, dict[str, Any]] = {}
+        for row, name in enumerate(graph.senders):
+            facts = nodes[_mib_name(name)] = {"in_graph": name in names}
+            if self.neurons is not None:
+                facts["neurons"] = self.neurons[_mib_rows(graph, row)].tolist()
+        nodes["logits"] = {"in_graph": "logits" in names}
+        edges = {}
+        for name, place in _mib_edges(graph).items():
+            score, in_graph = float(self.scores[place]), bool(self.mask[place])
+            edges[name] = {"score": score, "in_graph": in_graph}
+        return {"nodes": nodes, "edges": edges}
 
     @classmethod
     @refuse_wrong_types
     def load(cls, path: str | Path) -> Circuit:
-        """Reads what `save` or `to_mib` wrote, or what the benchmark's own code writes.
+        """Read a circuit written by `save`, by `to_mib`, or by the benchmark's own code.
 
         Args:
             path: the file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is no circuit, or damaged, or of another version.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not a circuit, is damaged, or has another version.
 
         Example:
             >>> import tempfile, pathlib
@@ -522,52 +650,55 @@ class Circuit:
             [('embed', 'logits', 0.0)]
         """
         if Path(path).suffix == ".pt":
-            return read_file(path, "circuit", lambda found: cls._of_mib(_of_tensors(found)), _unpickled)
-        return read_file(path, "circuit", cls._of_file)
+            return read_file(path, "circuit", cls._from_tensors, _unpickled)
+        return read_file(path, "circuit", cls._from_json)
 
     @classmethod
-    def _of_file(cls, content: dict[str, Any]) -> Circuit:
+    def _from_tensors(cls, tensors: Any) -> Circuit:
+        return cls._from_mib(_json_of_tensors(tensors))
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> Circuit:
         if {"cfg", "nodes", "edges"} <= content.keys():
-            return cls._of_mib(content)
+            return cls._from_mib(content)
         if content.get("format") != _FORMAT:
             raise ValueError("`Circuit.save` did not write it")
         if content["version"] != _VERSION:
-            raise ValueError(f"it is of version {content['version']}; this package reads version {_VERSION}")
+            raise ValueError(
+                f"it is of version {content['version']}; this package reads version {_VERSION}"
+            )
         graph = Graph.from_dict(content["layers"])
         mask = torch.zeros_like(graph.exists)
-        scores = torch.zeros(mask.shape, dtype=torch.float64)
+        scores = torch.zeros(mask.shape, dtype=torch.float64, device="cpu")
         for sender, receiver, score in content["edges"]:
-            at = graph.edge(f"{sender}->{receiver}")
-            mask[at], scores[at] = True, score
+            place = graph.edge(f"{sender}->{receiver}")
+            mask[place], scores[place] = True, score
         neurons = None
         if "neurons" in content:
-            neurons = torch.zeros(len(content["neurons"]), content["d_model"], dtype=torch.bool)
+            neurons = torch.zeros(
+                len(content["neurons"]), content["d_model"], dtype=torch.bool, device="cpu"
+            )
             for row, some in zip(neurons, content["neurons"], strict=True):
                 row[some] = True
         return cls(graph, mask, scores, neurons)
 
     @classmethod
-    def _of_mib(cls, content: dict[str, Any]) -> Circuit:
-        config = content["cfg"]
+    def _from_mib(cls, content: dict[str, Any]) -> Circuit:
+        config, edges = content["cfg"], content["edges"]
         graph = _mib_graph(config)
-        known, edges = _mib_edges(graph), content["edges"]
+        known = _mib_edges(graph)
         if different := sorted(known.keys() ^ edges.keys()):
-            raise ValueError(f"its edges are not those of its model: {different[0]} is in one of them alone")
-        mask, scores = torch.zeros_like(graph.exists), torch.zeros(graph.exists.shape, dtype=torch.float64)
-        for edge, at in known.items():
-            there, score = edges[edge]["in_graph"], float(edges[edge]["score"])
-            if not isinstance(there, bool) or not math.isfinite(score):
-                raise ValueError(f"{edge} has the score {score}, and is in the graph: {there!r}")
-            mask[at], scores[at] = there, score
-        rows = [content["nodes"][_mib_name(name)].get("neurons") for name in graph.senders]
-        if all(row is None for row in rows):
-            return cls(graph, mask, scores)
-        neurons = torch.zeros(len(rows), config["d_model"], dtype=torch.bool)
-        for sender, row in enumerate(rows):
-            where = _mib_rows(graph, sender)
-            if row is None or torch.tensor(row).shape != neurons[where].shape:
-                raise ValueError(f"the neurons of {graph.senders[sender]} are not {list(neurons[where].shape)}")
-            neurons[where] = torch.tensor(row).bool()
+            raise ValueError(
+                f"its edges are not those of its model: {different[0]} is in one of them alone"
+            )
+        mask = torch.zeros_like(graph.exists)
+        scores = torch.zeros(mask.shape, dtype=torch.float64, device="cpu")
+        for edge, place in known.items():
+            in_graph, score = edges[edge]["in_graph"], float(edges[edge]["score"])
+            if not isinstance(in_graph, bool) or not math.isfinite(score):
+                raise ValueError(f"{edge} has the score {score}, and is in the graph: {in_graph!r}")
+            mask[place], scores[place] = in_graph, score
+        neurons = _mib_neurons(graph, content["nodes"], config.get("d_model", 0))
         return cls(graph, mask, scores, neurons)
 
     @refuse_wrong_types
@@ -579,21 +710,23 @@ class Circuit:
         metric: Metric | str = "metric",
         **options: Any,
     ) -> Any:
-        """A picture of the circuit, by `bridge.pictures.circuit`: depth from left to right, heads with their inputs.
+        """Draw the circuit with `bridge.pictures.circuit`: depth from top to bottom, heads with
+        their inputs.
 
-        Blue edges are those without which the metric falls (their score is negative). With a bridge and prompts, a
-        click on a node, in HTML, shows what its head attends to in the first clean prompt, and its direct effect: by
-        how much the metric changes if what it sends straight to the logits is that of the corrupted run.
+        Edges whose score is negative, so that the metric falls without them, are blue. With a
+        bridge and prompts, clicking a node in the HTML shows its head's attention in the first
+        clean prompt, and its direct effect: the change of the metric if its direct contribution to
+        the logits is that of the corrupted run.
 
         Args:
             bridge: the bridge.
-            clean, corrupted: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-            metric: from logits to one number, as for `evaluate`; or its name.
-            options: as `bridge.pictures.circuit` takes them.
+            clean, corrupted: pairs of prompts, ``[batch, pos]``, or a processor's output.
+            metric: a function from logits to one number, as for `evaluate`; or its name.
+            options: options of `bridge.pictures.circuit`.
 
         Raises:
-            ImportError: what pictures need is not installed.
-            ValueError: a bridge without prompts and a metric to be computed, or these without a bridge.
+            ImportError: the dependencies of pictures are not installed.
+            ValueError: a bridge without prompts and a metric function, or these without a bridge.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -609,62 +742,91 @@ class Circuit:
         pictures = importlib.import_module("bridge.pictures")
         joins = _joins(graph, edges)
         names = dict.fromkeys(name for sender, receiver, _ in edges for name in (sender, receiver))
-        given: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
-        given["metric"] = metric if isinstance(metric, str) else _name(metric)
+        defaults: dict[str, Any] = {"joins": joins, "supports": "negative", "measure": "change"}
+        defaults["metric"] = _metric_name(metric)
         effects: dict[str, float] = {}
         patterns: dict[str, Tensor] = {}
         if bridge is None and clean is None and corrupted is None:
             if not isinstance(metric, str):
                 raise ValueError(
-                    "metric is a function, which is computed in runs: give bridge, clean and corrupted too"
+                    "metric is a function, which is computed in runs: give bridge, clean and"
+                    " corrupted too"
                 )
         elif bridge is None or clean is None or corrupted is None or isinstance(metric, str):
             raise ValueError(
-                "give bridge, clean, corrupted and metric, a function of logits, together; or none of them"
+                "give bridge, clean, corrupted and metric, a function of logits, together; or none"
+                " of them"
             )
         else:
-            direct = {name: f"{name}->logits" for name in graph.senders if name in names}
-            found = effects_of_edges(graph, bridge, clean, corrupted, metric, [*direct.values()], False, {})
-            effects = {name: float(found[graph.edge(edge)]) for name, edge in direct.items()}
-            prompts = prompts_with(bridge, clean, {})
-            patterns = _patterns([name for name in self.nodes if "H" in name], joins, bridge, prompts)
-            given["tokens"] = texts_of(bridge, prompts["input_ids"][0])
-        given["nodes"] = {
-            name: pictures.CircuitNode(column=_depth(graph, name), effect=effects.get(name), pattern=patterns.get(name))
-            for name in names
-        }
-        return pictures.circuit(edges, **(given | options))
+            pair = ablate(bridge, graph, clean, corrupted, "resample", None, {})
+            effects = _direct_effects(bridge, pair, metric, names)
+            heads = [name for name in self.nodes if "H" in name]
+            patterns = _patterns(heads, joins, bridge, pair.prompts)
+            defaults["tokens"] = texts_of(bridge, pair.prompts["input_ids"][0])
+        nodes = {}
+        for name in names:
+            facts = {"effect": effects.get(name), "pattern": patterns.get(name)}
+            nodes[name] = pictures.CircuitNode(column=_depth(graph, name), **facts)
+        return pictures.circuit(edges, **(defaults | {"nodes": nodes} | options))
 
     def __eq__(self, other: object) -> bool:
-        if not (isinstance(other, Circuit) and self.graph == other.graph and torch.equal(self.mask, other.mask)):
+        if not isinstance(other, Circuit) or self.graph != other.graph:
             return False
+        same = torch.equal(self.mask, other.mask)
         if self.neurons is None or other.neurons is None:
-            return self.neurons is other.neurons
-        return torch.equal(self.neurons, other.neurons)
+            return same and self.neurons is other.neurons
+        return same and torch.equal(self.neurons, other.neurons)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        neurons = "" if self.neurons is None else f", {int(self.neurons.sum())} of {self.neurons.numel()} neurons"
+        neurons = ""
+        if self.neurons is not None:
+            neurons = f", {int(self.neurons.sum())} of {self.neurons.numel()} neurons"
         return f"Circuit({self.n_edges} of {self.graph.n_edges} edges{neurons})"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Scores of all edges, and the circuits that they choose.
-# ----------------------------------------------------------------------------------------------------------------------
+def _minimised(
+    loss_of: Callable[[Tensor], Tensor], start: Tensor, steps: int, rate: float
+) -> Tensor:
+    """Minimise a loss by Adam, and return the argument of the step with the smallest loss.
+
+    Raises:
+        ValueError: the loss is not finite, or has no gradient.
+    """
+    argument = torch.zeros_like(start, requires_grad=True)
+    optimizer = torch.optim.Adam([argument], lr=rate)
+    least, best = math.inf, start
+    with torch.enable_grad():
+        for _ in range(steps):
+            loss = loss_of(argument)
+            if not loss.isfinite():
+                raise ValueError(
+                    f"loss is {loss.item()}: constants are trained to make a finite number small"
+                )
+            if loss.item() < least:
+                least, best = loss.item(), argument.detach().clone()
+            (argument.grad,) = gradients_of("loss", loss, [argument])
+            optimizer.step()
+    return best
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores of all edges, and the circuits selected by them.
+# --------------------------------------------------------------------------------------------------
 
 
 class EdgeScores:
-    """A number for every edge: what replacing it does to a metric, measured or estimated.
+    """A score for every edge: the measured or estimated effect of replacing it on a metric.
 
-    Negative means that the metric falls without the edge: it works for the answer.
+    A negative score means that the metric falls without the edge: the edge supports the answer.
 
     Args:
         graph: the graph.
-        values: ``[receiver, sender]``; what is no edge counts for nothing.
+        values: ``[receiver, sender]``; entries of pairs that are not edges are ignored.
 
     Raises:
-        ValueError: the shape is not the graph's, or a score is no number.
+        ValueError: the shape does not match the graph, or a score is NaN.
 
     Example:
         >>> import torch
@@ -676,11 +838,14 @@ class EdgeScores:
         [('L3MLP', 'logits', 1112.0), ('L3H3', 'logits', 1111.0)]
     """
 
+    #: The function of `bridge.pictures` that draws it.
+    picture: ClassVar[str] = "heads"
+
     def __init__(self, graph: Graph, values: Float[Tensor, "receiver sender"] | Tensor) -> None:
         if list(values.shape) != [len(graph.receivers), len(graph.senders)]:
             raise ValueError(
-                f"scores have shape {list(values.shape)}; this graph needs [{len(graph.receivers)}, "
-                f"{len(graph.senders)}], receivers and senders"
+                f"scores have shape {list(values.shape)}; this graph needs [{len(graph.receivers)},"
+                f" {len(graph.senders)}], receivers and senders"
             )
         self.graph = graph
         self.values = torch.where(graph.exists, values.detach().cpu().double(), 0.0)
@@ -691,16 +856,36 @@ class EdgeScores:
         return float(self.values[self.graph.edge(edge)])
 
     def __repr__(self) -> str:
-        return f"EdgeScores({self.graph.n_edges} edges of {len(self.graph.layers)} layers)"
+        graph = self.graph
+        largest = ""
+        if graph.n_edges:
+            receiver, sender = divmod(int(self.values.abs().argmax()), len(graph.senders))
+            score = float(self.values[receiver, sender])
+            largest = f", largest {graph.edge_name(receiver, sender)} {score:+.3g}"
+        return f"EdgeScores({graph.n_edges} edges of {len(graph.layers)} layers{largest})"
+
+    def draw(self, **options: Any) -> Any:
+        """Draw the sum of each head's scores (see `nodes`) with `bridge.pictures.heads`. For the
+        edges, draw a circuit: ``scores.top(20).draw()``.
+
+        Args:
+            options: options of `bridge.pictures.heads`.
+
+        Raises:
+            ImportError: the dependencies of pictures are not installed.
+            ValueError: layers with different numbers of heads.
+        """
+        defaults = {"measure": "sum of scores", "title": "Scores of heads"}
+        return _drawn_heads(self.graph, self.values.sum(0), defaults | options)
 
     @property
     def flat(self) -> Float[Tensor, " edge"]:
-        """All scores, receiver by receiver."""
+        """Return all scores, receiver by receiver."""
         return self.values[self.graph.exists]
 
     @refuse_wrong_types
     def threshold(self, least: float) -> Circuit:
-        """The edges whose score is at least this large, of either sign.
+        """Return the edges with an absolute score of at least this value.
 
         Args:
             least: the threshold.
@@ -709,14 +894,14 @@ class EdgeScores:
 
     @refuse_wrong_types
     def top(self, n: int, absolute: bool = True) -> Circuit:
-        """The `n` edges with the largest scores.
+        """Return the `n` edges with the largest scores.
 
         Args:
-            n: how many.
-            absolute: of either sign; False: those without which the metric falls most.
+            n: the number of edges.
+            absolute: rank by absolute value; False: by how far the metric falls without the edge.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer than `n`.
         """
         chosen = torch.zeros_like(self.graph.exists)
         chosen[self.graph.exists] = _first(self.flat, n, absolute, "edges")
@@ -724,15 +909,17 @@ class EdgeScores:
 
     @refuse_wrong_types
     def greedy(self, n: int, absolute: bool = True) -> Circuit:
-        """`n` edges, each the best of those that lead into what is chosen already, from the logits backwards.
+        """Return `n` edges, chosen greedily from the logits backwards among the edges into the
+        chosen nodes.
 
-        So every edge has a way to the logits (the greedy search of Hanna et al. 2024).
+        Every chosen edge therefore has a path to the logits (the greedy search of Hanna et al.
+        2024).
 
         Args:
             n, absolute: as for `top`.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer than `n`.
         """
         _check_number(n, self.graph.n_edges, "edges")
         rank, graph = _rank(self.values, absolute), self.graph
@@ -757,18 +944,21 @@ class EdgeScores:
 
     @refuse_wrong_types
     def auroc(self, known: Circuit, shares: Sequence[float] | None = None) -> float:
-        """How well the scores tell a known circuit's edges from the others: the area under the curve of both rates.
+        """Return how well the scores separate a known circuit's edges from others: the area under
+        the ROC curve.
 
-        1: every edge of the circuit has a larger score, of either sign, than every other; 0.5: as by chance.
+        1: every edge of the circuit has a larger absolute score than every other edge; 0.5: chance.
 
         Args:
-            known: the circuit.
-            shares: of all edges, such as `SHARES`: the area is that under the greedy circuits of these sizes, as in the
-                code of the Mechanistic Interpretability Benchmark (rounded up, from the first circuit on). None: over
-                all pairs of an edge in the circuit and one that is not; ties count half.
+            known: the known circuit.
+            shares: shares of all edges, such as `SHARES`: the area is then computed from the greedy
+                circuits of these sizes, as in the code of the Mechanistic Interpretability
+                Benchmark (rounded up, from the first circuit on). None: over all pairs of an edge
+                in the circuit and an edge outside it; ties count half.
 
         Raises:
-            ValueError: a circuit of another graph, or with all edges or none; shares that do not grow to 1.
+            ValueError: a circuit of another graph, or with all edges or none; shares that do not
+                increase to 1.
 
         Example:
             >>> from bridge.circuits import SHARES, edge_attribution
@@ -789,28 +979,31 @@ class EdgeScores:
             raise ValueError(f"shares are {tuple(shares)}; the last one must be 1, all edges")
         if right.all() or not right.any():
             raise ValueError(_NOTHING_TO_TELL)
-        chosen = [self.greedy(math.ceil(share * len(right))).pruned().mask[edges] for share in shares]
-        false, true = (torch.stack([found[which].double().mean() for found in chosen]) for which in (~right, right))
+        sizes = [math.ceil(share * len(right)) for share in shares]
+        chosen = torch.stack([self.greedy(size).pruned().mask[edges] for size in sizes]).double()
+        true, false = chosen[:, right].mean(1), chosen[:, ~right].mean(1)
         return float(torch.trapezoid(true, false / false[-1]))
 
     @property
     def nodes(self) -> dict[str, float]:
-        """What each head and MLP counts: the sum over the edges that leave it.
+        """Return the score of each head and MLP: the sum over its outgoing edges.
 
-        All that reads a node reads it through an edge. So of scores from gradients this is the gradient at the node's
-        output times its difference: attribution patching of nodes (NAP, and NAP-IG of `"inputs"` and `"activations"`).
+        Every reader of a node reads it through an edge. For scores from gradients the sum is
+        therefore the gradient at the node's output times its difference: attribution patching of
+        nodes (NAP, and NAP-IG for `"inputs"` and `"activations"`).
         """
         return dict(zip(self.graph.senders, self.values.sum(0).tolist(), strict=True))
 
     @refuse_wrong_types
     def top_nodes(self, n: int, absolute: bool = True) -> Circuit:
-        """The edges between the `n` nodes that count most (see `nodes`), and from them to the logits.
+        """Return the edges between the `n` nodes with the largest scores (see `nodes`), and from
+        them to the logits.
 
         Args:
             n, absolute: as for `top`.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer than `n`.
         """
         return self._circuit(_between(self.graph, _first(self.values.sum(0), n, absolute, "nodes")))
 
@@ -818,21 +1011,38 @@ class EdgeScores:
         return Circuit(self.graph, mask, self.values)
 
 
-def _first(counts: Tensor, n: int, absolute: bool, what: str) -> Bool[Tensor, "..."]:
-    """Which `n` of some numbers are the largest, of either sign, or the most negative.
+def _drawn_heads(graph: Graph, values: Float[Tensor, " sender"], options: Mapping[str, Any]) -> Any:
+    """Draw the values of the senders that are heads.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: layers with different numbers of heads.
+    """
+    heads = {layer.heads for layer in graph.layers}
+    if len(heads) > 1 or not sum(heads):
+        raise ValueError(
+            f"the layers have {', '.join(map(str, sorted(heads)))} heads: a picture of heads is of"
+            " layers that all have the same number"
+        )
+    places = [i for i, name in enumerate(graph.senders) if "H" in name]
+    pictures = importlib.import_module("bridge.pictures")
+    return pictures.heads(values[places].view(len(graph.layers), -1), **options)
+
+
+def _first(counts: Tensor, n: int, absolute: bool, what: str) -> Bool[Tensor, "..."]:
+    """Return a mask of the `n` largest numbers, by absolute value or by the most negative value.
+
+    Raises:
+        ValueError: there are fewer than `n` numbers.
     """
     _check_number(n, counts.numel(), what)
-    chosen = torch.zeros(counts.numel(), dtype=torch.bool)
+    chosen = torch.zeros(counts.numel(), dtype=torch.bool, device="cpu")
     chosen[_rank(counts, absolute).flatten().sort(descending=True, stable=True).indices[:n]] = True
     return chosen.view(counts.shape)
 
 
-def _check_number(n: int, there: int, what: str) -> None:
-    if not 0 <= n <= there:
-        raise ValueError(f"n is {n}; there are {there} {what}")
+def _check_number(n: int, count: int, what: str) -> None:
+    if not 0 <= n <= count:
+        raise ValueError(f"n is {n}; there are {count} {what}")
 
 
 def _rank(counts: Tensor, absolute: bool) -> Tensor:
@@ -840,23 +1050,23 @@ def _rank(counts: Tensor, absolute: bool) -> Tensor:
 
 
 def _between(graph: Graph, chosen: Bool[Tensor, " sender"]) -> Bool[Tensor, "receiver sender"]:
-    """The edges between some nodes, and from them to the logits."""
-    reading = torch.zeros(len(graph.receivers), dtype=torch.bool)
+    """Return the edges between some nodes, and from them to the logits."""
+    reading = torch.zeros(len(graph.receivers), dtype=torch.bool, device="cpu")
     own = [i for sender in chosen.nonzero().flatten().tolist() for i in graph.inputs[sender]]
     reading[[len(graph.receivers) - 1, *own]] = True
     return graph.exists & chosen & reading[:, None]
 
 
 class NodeScores:
-    """A number for every head and MLP, or for every coordinate of what each writes (its neurons).
+    """A score for every head and MLP, or for every coordinate of its output (its neurons).
 
     Args:
         graph: the graph.
-        values: of the nodes, ``[sender]``.
-        neurons: of their neurons, ``[sender, d_model]``; None: nothing is known of them.
+        values: scores of the nodes, ``[sender]``.
+        neurons: scores of their neurons, ``[sender, d_model]``; None: unknown.
 
     Raises:
-        ValueError: there are not as many as senders, or a score is no number.
+        ValueError: the number of scores does not match the senders, or a score is NaN.
 
     Example:
         >>> import torch
@@ -867,15 +1077,23 @@ class NodeScores:
         (20.0, ['L3H2', 'L3H3', 'L3MLP', 'logits'])
     """
 
+    #: The function of `bridge.pictures` that draws it.
+    picture: ClassVar[str] = "heads"
+
     @refuse_wrong_types
     def __init__(
-        self, graph: Graph, values: Float[Tensor, " sender"], neurons: Float[Tensor, "sender d_model"] | None = None
+        self,
+        graph: Graph,
+        values: Float[Tensor, " sender"],
+        neurons: Float[Tensor, "sender d_model"] | None = None,
     ) -> None:
-        for given in (values, neurons):
-            if given is not None and len(given) != len(graph.senders):
-                raise ValueError(f"there are scores of {len(given)} nodes; this graph has {len(graph.senders)}")
-            if given is not None and given.isnan().any():
-                raise ValueError(f"{int(given.isnan().sum())} scores are NaN")
+        for scores in (values,) if neurons is None else (values, neurons):
+            if len(scores) != len(graph.senders):
+                raise ValueError(
+                    f"there are scores of {len(scores)} nodes; this graph has {len(graph.senders)}"
+                )
+            if scores.isnan().any():
+                raise ValueError(f"{int(scores.isnan().sum())} scores are NaN")
         self.graph, self.values = graph, values.detach().cpu().double()
         self.neurons = None if neurons is None else neurons.detach().cpu().double()
 
@@ -884,53 +1102,73 @@ class NodeScores:
 
     def __repr__(self) -> str:
         neurons = "" if self.neurons is None else f", {self.neurons.numel()} neurons"
-        return f"NodeScores({len(self.values)} nodes{neurons})"
+        best = int(self.values.abs().argmax())
+        largest = f", largest {self.graph.senders[best]} {float(self.values[best]):+.3g}"
+        return f"NodeScores({len(self.values)} nodes{neurons}{largest})"
+
+    def draw(self, **options: Any) -> Any:
+        """Draw the heads' scores with `bridge.pictures.heads`.
+
+        Args:
+            options: options of `bridge.pictures.heads`.
+
+        Raises:
+            ImportError: the dependencies of pictures are not installed.
+            ValueError: layers with different numbers of heads.
+        """
+        defaults = {"measure": "score", "title": "Scores of heads"}
+        return _drawn_heads(self.graph, self.values, defaults | options)
 
     @refuse_wrong_types
     def top(self, n: int, absolute: bool = True) -> Circuit:
-        """The edges between the `n` nodes that count most, and from them to the logits.
+        """Return the edges between the `n` nodes with the largest scores, and from them to the
+        logits.
 
         Args:
             n, absolute: as for `EdgeScores.top`.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are fewer than `n`.
         """
         return Circuit(self.graph, _between(self.graph, _first(self.values, n, absolute, "nodes")))
 
     @refuse_wrong_types
     def top_neurons(self, n: int, absolute: bool = True) -> Circuit:
-        """The `n` neurons that count most, with the edges between the nodes that have some, and to the logits.
+        """Return the `n` neurons with the largest scores, with the edges between their nodes, and
+        to the logits.
 
         Args:
             n, absolute: as for `EdgeScores.top`.
 
         Raises:
-            ValueError: there are not so many, or no scores of neurons.
+            ValueError: there are fewer than `n`, or there are no scores of neurons.
         """
         if self.neurons is None:
-            raise ValueError("these are scores of nodes alone: `node_attribution` gives those of neurons, too")
+            raise ValueError(
+                "these are scores of nodes alone: `node_attribution` gives those of neurons, too"
+            )
         chosen = _first(self.neurons, n, absolute, "neurons")
         return Circuit(self.graph, _between(self.graph, chosen.any(1)), neurons=chosen)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Faithfulness of circuits of growing size.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 _NOTHING_TO_TELL = "all of these are in the circuit, or none is: there is nothing to tell apart"
 
 
 def area_under_rates(scores: Float[Tensor, " one"], right: Bool[Tensor, " one"]) -> float:
-    """The share of pairs (one right, one not) in which the right one has the larger score; ties count half.
+    """Return the share of pairs (one true, one false) in which the true one scores higher; ties
+    count half.
 
     Args:
-        scores: of each.
-        right: which are right.
+        scores: the score of each item.
+        right: a mask of the true items.
 
     Raises:
-        ValueError: all are right, or none is.
+        ValueError: all items are true, or none is.
     """
     if right.all() or not right.any():
         raise ValueError(_NOTHING_TO_TELL)
@@ -940,11 +1178,12 @@ def area_under_rates(scores: Float[Tensor, " one"], right: Bool[Tensor, " one"])
 
 
 def _check_shares(shares: Sequence[float]) -> None:
-    if not shares or not shares[0] >= 0 or not shares[-1] <= 1 or list(shares) != sorted(set(shares)):
+    grow = list(shares) == sorted(set(shares))
+    if not shares or not grow or not 0 <= shares[0] <= shares[-1] <= 1:
         raise ValueError(f"shares are {tuple(shares)}; they must grow, from 0 to 1")
 
 
-#: The shares of the edges at which the Mechanistic Interpretability Benchmark looks.
+#: The shares of edges that the Mechanistic Interpretability Benchmark evaluates.
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -955,24 +1194,28 @@ def faithfulness_curve(
     clean: Prompts,
     corrupted: Prompts,
     metric: Metric,
-    ablation: str | Float[Tensor, "constant d_model"] = "resample",
+    ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     shares: Sequence[float] = SHARES,
     choose: str = "top",
     absolute: bool = True,
     reference: Prompts | None = None,
     **model_kwargs: Any,
 ) -> Curve:
-    """The faithfulness of circuits of growing size, whose areas are the benchmark's CPR and CMD.
+    """Measure the faithfulness of circuits of growing size, whose areas are the benchmark's CPR and
+    CMD.
 
     Args:
-        scores: what the circuits are chosen by.
-        bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for `Circuit.evaluate`.
-        shares: parts of all edges, or of all nodes or neurons.
-        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``; of `NodeScores`: ``"top"`` or ``"top_neurons"``.
+        scores: the scores by which circuits are selected.
+        bridge, clean, corrupted, metric, ablation, reference, model_kwargs: as for
+            `Circuit.evaluate`.
+        shares: shares of all edges, or of all nodes or neurons.
+        choose: ``"top"`` or ``"greedy"`` edges, or ``"top_nodes"``; of `NodeScores`: ``"top"`` or
+            ``"top_neurons"``.
         absolute: as for `EdgeScores.top`.
 
     Raises:
-        ValueError: as `Circuit.evaluate`; or an unknown way to choose; or shares that do not grow from 0 to 1.
+        ValueError: as `Circuit.evaluate`; or an unknown `choose`; or shares that do not increase
+            from 0 to 1.
 
     Example:
         >>> from bridge.circuits import Curve
@@ -982,28 +1225,35 @@ def faithfulness_curve(
     """
     _check_shares(shares)
     graph = scores.graph
-    whole = {"top": graph.n_edges, "greedy": graph.n_edges, "top_nodes": len(graph.senders)}
+    n_nodes = len(graph.senders)
     if isinstance(scores, NodeScores):
-        whole = {"top": len(graph.senders), "top_neurons": 0 if scores.neurons is None else scores.neurons.numel()}
-    check_choice("choose", choose, tuple(whole))
+        n_neurons = 0 if scores.neurons is None else scores.neurons.numel()
+        sizes = {"top": n_nodes, "top_neurons": n_neurons}
+    else:
+        sizes = {"top": graph.n_edges, "greedy": graph.n_edges, "top_nodes": n_nodes}
+    check_choice("choose", choose, tuple(sizes))
     pick = getattr(scores, choose)
-    # The benchmark's code rounds down, and leaves out what is on no way from the embeddings to the logits.
-    circuits = [pick(int(share * whole[choose]), absolute).pruned() for share in shares]
+    # The benchmark's code rounds down, and excludes edges on no path from the embeddings to the
+    # logits.
+    circuits = [pick(int(share * sizes[choose]), absolute).pruned() for share in shares]
     kept = [(circuit.mask, circuit.neurons) for circuit in circuits]
-    found = evaluations(graph, kept, bridge, clean, corrupted, metric, ablation, reference, model_kwargs)
-    each = [one.prompts for one in found if one.prompts is not None]
-    return Curve(tuple(shares), tuple(one.faithfulness for one in found), torch.stack(each).cpu() if each else None)
+    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+    evaluated = evaluations(bridge, pair, kept, metric)
+    faithfulness = tuple(one.faithfulness for one in evaluated)
+    prompts = [one.prompts for one in evaluated if one.prompts is not None]
+    return Curve(tuple(shares), faithfulness, torch.stack(prompts).cpu() if prompts else None)
 
 
 @refuse_wrong_types
 def joined(curves: Sequence[Curve]) -> Curve:
-    """The curve of all prompts together, from curves of the same scores for several batches of them.
+    """Return the curve of all prompts together, from curves of the same scores for several batches.
 
     Args:
-        curves: of the same shares, each with a metric that gives a number for each prompt.
+        curves: curves of the same shares, each from a metric with one number per prompt.
 
     Raises:
-        ValueError: there are none, their shares differ, or a metric gave one number for all prompts.
+        ValueError: there are no curves, their shares differ, or a metric gave one number for all
+            prompts.
 
     Example:
         >>> import torch
@@ -1016,11 +1266,18 @@ def joined(curves: Sequence[Curve]) -> Curve:
     """
     if not curves or any(curve.shares != curves[0].shares for curve in curves):
         raise ValueError("curves are joined if there are some, all of the same shares")
-    each = [curve.prompts for curve in curves if curve.prompts is not None]
-    if len(each) < len(curves):
-        raise ValueError("a metric gave one number for all prompts: give one for each, as logit_difference(each=True)")
-    prompts = torch.cat(each, -1)
+    batches = [curve.prompts for curve in curves if curve.prompts is not None]
+    if len(batches) < len(curves):
+        raise ValueError(
+            "a metric gave one number for all prompts: give one for each, as"
+            " logit_difference(each=True)"
+        )
+    prompts = torch.cat(batches, -1)
     model, none, circuit = prompts.double().mean(-1).unbind(1)
     if (model == none).any():
-        raise ValueError("the metric is the same with every edge and with none: there is nothing for a circuit to keep")
-    return Curve(curves[0].shares, tuple(((circuit - none) / (model - none)).tolist()), prompts)
+        raise ValueError(
+            "the metric is the same with every edge and with none: there is nothing for a circuit"
+            " to keep"
+        )
+    faithfulness = (circuit - none) / (model - none)
+    return Curve(curves[0].shares, tuple(faithfulness.tolist()), prompts)

@@ -1,4 +1,4 @@
-"""The shipped model: a small language model inside the package, with prompts whose right answers are known.
+"""The shipped model: a small language model, and prompts with known correct answers.
 
 Importing this module loads neither torch nor transformers.
 

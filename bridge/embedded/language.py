@@ -1,7 +1,7 @@
 """The vocabulary of the shipped model: its pieces, one per token, in id order. Pure Python.
 
-A text is cut into pieces: a word with the space before it (" Mary"), a word at the very beginning ("When"), or a
-punctuation mark. Joining the pieces gives the text back.
+A text is cut into pieces: a word with the space before it (" Mary"), a word at the very beginning
+("When"), or a punctuation mark. Joining the pieces gives the text back.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The words of the shipped model's English, and the templates of its sentences: what `language.toml` says.
+__all__ = ["FACTS", "NAMES", "PHRASINGS"]
+
+# --------------------------------------------------------------------------------------------------
+# The words of the shipped model's English and the templates of its sentences, from `language.toml`.
 #
-# Everything is fixed and ordered: the order decides token ids, so adding a word means training again.
-# ----------------------------------------------------------------------------------------------------------------------
+# Everything is fixed and ordered: the order decides token ids, so adding a word means training
+# again.
+# --------------------------------------------------------------------------------------------------
 
 
 LANGUAGE: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("language.toml").read_text(encoding="utf-8")
 )
 """The whole file: words, sentences, facts, phrasings."""
-_WORDS: dict[str, tuple[str, ...]] = {kind: tuple(text.split()) for kind, text in LANGUAGE["words"].items()}
-_SENTENCES: dict[str, tuple[str, ...]] = {kind: tuple(templates) for kind, templates in LANGUAGE["sentences"].items()}
+_WORDS: dict[str, tuple[str, ...]] = {
+    kind: tuple(text.split()) for kind, text in LANGUAGE["words"].items()
+}
+_SENTENCES: dict[str, tuple[str, ...]] = {
+    kind: tuple(templates) for kind, templates in LANGUAGE["sentences"].items()
+}
 
 NAMES, PLACES, OBJECTS = _WORDS["names"], _WORDS["places"], _WORDS["objects"]
 COLOURS, NUMBERS, LIST_EXTRAS = _WORDS["colours"], _WORDS["numbers"], _WORDS["list_extras"]
@@ -37,9 +44,9 @@ STORY_TEMPLATES, COUNT_TEMPLATES = _SENTENCES["story_templates"], _SENTENCES["co
 LIST_LEADS = _SENTENCES["list_leads"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The rule that keeps prompts apart from the training text: a stable hash of what is held out.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The rule that separates prompts from the training text: a stable hash of the held-out item.
+# --------------------------------------------------------------------------------------------------
 
 
 PAIR_HOLDOUT = 8
@@ -50,10 +57,11 @@ LIST_HOLDOUT = 4
 
 
 def held_out(key: str, one_in: int) -> bool:
-    """Say whether `key` is held out from training, the same on every machine and in every run.
+    """Tell whether `key` is held out from training; the answer is the same on every machine and in
+    every run.
 
     Args:
-        key: what is held out or not, as text.
+        key: the item, as text.
         one_in: about one key in this many is held out.
 
     Example:
@@ -61,14 +69,14 @@ def held_out(key: str, one_in: int) -> bool:
         >>> held_out("anything", 1)
         True
     """
-    # Python's own hash changes from run to run, and a plain checksum is linear, so that it would hold out pairs by
-    # a pattern across names.
+    # Python's own hash changes between runs. A plain checksum is linear, so it would hold out pairs
+    # in a regular pattern across names.
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
 def pair_held_out(first: str, second: str) -> bool:
-    """Say whether the two names, in either order, are a pair that no English training text brings together.
+    """Tell whether no English training text combines the two names, in either order.
 
     Args:
         first: a name.
@@ -83,10 +91,10 @@ def pair_held_out(first: str, second: str) -> bool:
 
 
 def list_held_out(words: Iterable[str]) -> bool:
-    """Say whether the list of words, in this order, is never repeated in the training text.
+    """Tell whether the list of words, in this order, is never repeated in the training text.
 
     Args:
-        words: the list, once through.
+        words: the list, without its repetition.
 
     Example:
         >>> from bridge.embedded.language import list_held_out
@@ -96,13 +104,14 @@ def list_held_out(words: Iterable[str]) -> bool:
     return held_out(" ".join(word.strip() for word in words), LIST_HOLDOUT)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The table of facts, and the sentences that state them.
 #
-# A fact is a subject and an answer in a relation ("France", "Paris" in "capital"); a phrasing is a sentence with a
-# gap for the subject that ends right before the answer. Every fact is in the training text, yet each only in some of
-# its relation's phrasings: a fixed choice of (fact, phrasing) is held out, and the prompts are made of those alone.
-# ----------------------------------------------------------------------------------------------------------------------
+# A fact is a subject and an answer in a relation ("France", "Paris" in "capital"); a phrasing is a
+# sentence with a gap for the subject that ends right before the answer. Every fact is in the
+# training text, yet each only in some of its relation's phrasings: a fixed choice of (fact,
+# phrasing) is held out, and the prompts use only these.
+# --------------------------------------------------------------------------------------------------
 
 
 def _pairs(words: list[str]) -> tuple[tuple[str, str], ...]:
@@ -112,9 +121,13 @@ def _pairs(words: list[str]) -> tuple[tuple[str, str], ...]:
 FACTS: dict[str, tuple[tuple[str, str], ...]] = {
     relation: _pairs(text.split()) for relation, text in LANGUAGE["facts"].items()
 }
-"""Relation to its facts, as (subject, answer); within a relation no subject and no answer occurs twice."""
+"""Relation to its facts, as (subject, answer); within a relation no subject and no answer
+occurs twice.
+"""
 
-PHRASINGS: dict[str, tuple[str, ...]] = {relation: tuple(given) for relation, given in LANGUAGE["phrasings"].items()}
+PHRASINGS: dict[str, tuple[str, ...]] = {
+    relation: tuple(phrasings) for relation, phrasings in LANGUAGE["phrasings"].items()
+}
 """Relation to its phrasings; `{s}` is the gap for the subject, and the answer is the next word."""
 
 FACT_HOLDOUT = 4
@@ -145,12 +158,13 @@ def clozes() -> list[Cloze]:
         >>> clozes()[0].answer
         'Paris'
     """
-    return [
-        Cloze(relation, phrasing.format(s=subject), answer, held_out(phrasing.format(s=subject), FACT_HOLDOUT))
-        for relation, table in FACTS.items()
-        for subject, answer in table
-        for phrasing in PHRASINGS[relation]
-    ]
+    table: list[Cloze] = []
+    for relation, facts in FACTS.items():
+        for subject, answer in facts:
+            for phrasing in PHRASINGS[relation]:
+                text = phrasing.format(s=subject)
+                table.append(Cloze(relation, text, answer, held_out(text, FACT_HOLDOUT)))
+    return table
 
 
 PIECE = r" ?[A-Za-z]+|[^A-Za-z\s]|\s"
@@ -190,15 +204,24 @@ def list_words() -> tuple[str, ...]:
         >>> "river" in list_words(), "Mary" in list_words()
         (True, False)
     """
-    groups = [LIST_EXTRAS, PLACES, OBJECTS, COLOURS, NUMBERS]
-    fact_words = (word for table in FACTS.values() for fact in table for word in fact if word.islower())
-    return tuple(dict.fromkeys([*(word for group in groups for word in group), *fact_words]))
+    words = [*LIST_EXTRAS, *PLACES, *OBJECTS, *COLOURS, *NUMBERS]
+    words += [word for word in _fact_words() if word.islower()]
+    return tuple(dict.fromkeys(words))
+
+
+def _fact_words() -> list[str]:
+    """Return the subjects and answers of all facts."""
+    words: list[str] = []
+    for table in FACTS.values():
+        for fact in table:
+            words += fact
+    return words
 
 
 def vocabulary() -> list[str]:
     """Return every piece of the language in id order, the special tokens first.
 
-    Capitalised words come with and without a space before them, all others only with it.
+    Capitalised words occur with and without a leading space, all others only with it.
 
     Example:
         >>> from bridge.embedded.language import vocabulary
@@ -216,27 +239,27 @@ def vocabulary() -> list[str]:
         *LIST_LEADS,
         *(phrasing for group in PHRASINGS.values() for phrasing in group),
     ]
-    fact_words = (word for table in FACTS.values() for fact in table for word in fact)
-    every = list(dict.fromkeys([*NAMES, *list_words(), *fact_words, *_template_words(templates)]))
-    starts = [word for word in every if word[0].isupper()]
-    return [*SPECIALS, *PUNCTUATION, *(f" {word}" for word in every), *starts]
+    words = [*NAMES, *list_words(), *_fact_words(), *_template_words(templates)]
+    different = list(dict.fromkeys(words))
+    starts = [word for word in different if word[0].isupper()]
+    return [*SPECIALS, *PUNCTUATION, *(f" {word}" for word in different), *starts]
 
 
 LIST_WORDS: tuple[str, ...] = list_words()
 """What word lists are made of."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sentences and lists that are drawn at random, for prompts and for the training text.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Random sentences and lists, for prompts and for the training text.
+# --------------------------------------------------------------------------------------------------
 
 
 def context(rng: random.Random, name: str | None = None) -> str:
     """Draw a sentence that may stand before others.
 
     Args:
-        rng: where the chance comes from.
-        name: someone the sentence may be about; without one it mentions no name.
+        rng: the random generator.
+        name: a name that the sentence may mention; without one it mentions no name.
 
     Example:
         >>> import random
@@ -250,12 +273,12 @@ def context(rng: random.Random, name: str | None = None) -> str:
 
 
 def random_list(rng: random.Random, length: int, held: bool) -> list[str]:
-    """Draw a list of different words that is held out from training, or one that is not.
+    """Draw a list of different words, either held out from training or not.
 
     Args:
-        rng: where the chance comes from.
+        rng: the random generator.
         length: how many words.
-        held: whether the list has to be a held-out one.
+        held: whether the list must be held out.
 
     Raises:
         ValueError: `length` is under 1 or more than there are words.

@@ -1,6 +1,6 @@
-"""Prompts for the shipped model whose right next token is known, and none of which is in its training text.
+"""Prompts for the shipped model with a known next token; none is in its training text.
 
-What is held out: for "ioi" the pair of names, which no English training text brings together; for "fact" the
+Held out are: for "ioi" the pair of names, which no English training text combines; for "fact" the
 sentence (the fact itself is trained, in other phrasings); for "repeats" the list.
 """
 
@@ -23,16 +23,16 @@ SHORTEST_LIST, LONGEST_LIST = 5, 20
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text and the token that comes next.
+    """A text and its correct next token.
 
-    `answer` and `wrong` are written exactly as they come next after `text`, with the space before the word, and are
-    one token each of the shipped tokenizer.
+    `answer` and `wrong` are written exactly as they follow `text`, with the space before the word.
+    Each is one token of the shipped tokenizer.
 
     Attributes:
         text: the prompt.
         answer: the right next token.
-        wrong: a likely mistake: for "ioi" the name of the one who gives, for "fact" the answer of another fact of
-            the same relation, for "repeats" None.
+        wrong: a likely mistake: for "ioi" the name of the giver, for "fact" the answer to another
+            fact of the same relation, for "repeats" None.
         kind: which kind of prompt it is: "ioi", "fact" or "repeats".
 
     Example:
@@ -50,19 +50,20 @@ class Prompt:
 def prompts(kind: str, n: int, seed: int = 0) -> list[Prompt]:
     """Return `n` different prompts of one kind.
 
-    The first prompts of a longer list with the same seed are the same ones. Prompts of one IOI template without a
-    sentence before it have the same number of tokens; otherwise lengths differ.
+    A longer list with the same seed begins with the same prompts. Prompts of one IOI template
+    without a sentence before it have the same number of tokens; otherwise lengths differ.
 
     Args:
-        kind: "ioi" (indirect object identification: "When Mary and John went to the store, John gave a drink to";
-            both orders of the names occur), "fact" ("The capital of France is") or "repeats" (a random list of 5 to
-            20 different words and then its repeat up to some word after the first; it starts with a space, so that
-            both times the words are the same tokens).
+        kind: "ioi" (indirect object identification: "When Mary and John went to the store, John
+            gave a drink to"; both orders of the names occur), "fact" ("The capital of France is")
+            or "repeats" (a random list of 5 to 20 different words, followed by its repetition,
+            which stops after the first word or later; it starts with a space, so that the words are
+            the same tokens both times).
         n: how many prompts.
-        seed: which prompts; the same seed gives the same ones.
+        seed: the random seed; the same seed gives the same prompts.
 
     Raises:
-        ValueError: `kind` is unknown, or `n` is not a whole number from 0 to as many as there are.
+        ValueError: `kind` is unknown, or `n` is not an integer from 0 to the number of prompts.
 
     Example:
         >>> from bridge.embedded import prompts
@@ -75,7 +76,9 @@ def prompts(kind: str, n: int, seed: int = 0) -> list[Prompt]:
     if type(n) is not int or n < 0:
         raise ValueError(f"n is {n!r}; it has to be a whole number, 0 or more")
     if kind != "repeats" and n > (most := count(kind)):
-        raise ValueError(f"n is {n}; there are {most} different {kind!r} prompts, so ask for {most} at most")
+        raise ValueError(
+            f"n is {n}; there are {most} different {kind!r} prompts, so ask for {most} at most"
+        )
     rng = random.Random(seed)
     make = {"ioi": _ioi, "fact": _fact, "repeats": _repeats}[kind]
     return list(itertools.islice(make(rng), n))
@@ -96,10 +99,10 @@ def count(kind: str) -> int:
     """Return how many different prompts of a kind there are.
 
     Args:
-        kind: "ioi" (sentences before it not counted as a difference) or "fact".
+        kind: "ioi" (preceding sentences do not count as a difference) or "fact".
 
     Raises:
-        ValueError: another kind; of "repeats" there is no end.
+        ValueError: another kind; "repeats" has no limit.
 
     Example:
         >>> from bridge.embedded.prompts import count
@@ -107,18 +110,18 @@ def count(kind: str) -> int:
         True
     """
     if kind == "ioi":
-        spaces = (held_out_pairs(), "ab", "sr", words.IOI_TEMPLATES, words.PLACES, words.OBJECTS)
-        size = 1
-        for space in spaces:
-            size *= len(space)
-        return size
+        n_orders, n_givers = 2, 2
+        n_people = len(held_out_pairs()) * n_orders * n_givers
+        return n_people * len(words.IOI_TEMPLATES) * len(words.PLACES) * len(words.OBJECTS)
     if kind == "fact":
         return sum(cloze.held_out for cloze in clozes()) * (1 + len(words.CONTEXTS))
     raise ValueError(f"kind is {kind!r}; only 'ioi' and 'fact' prompts can be counted")
 
 
 def _without_repeats(rng: random.Random, size: int) -> Iterator[int]:
-    """Yield the numbers below `size` in random order, keeping only those that moved (a shuffle, lazily)."""
+    """Yield the numbers below `size` in random order, excluding fixed points (a lazy
+    shuffle).
+    """
     moved: dict[int, int] = {}
     for i in range(size):
         j = rng.randrange(i, size)
@@ -135,7 +138,7 @@ def _ioi(rng: random.Random) -> Iterator[Prompt]:
         index, first_gives = divmod(index, 2)
         index, template = divmod(index, len(words.IOI_TEMPLATES))
         thing, place = divmod(index, len(words.PLACES))
-        first, second = pairs[pair][::-1] if swapped else pairs[pair]
+        first, second = reversed(pairs[pair]) if swapped else pairs[pair]
         giver, receiver = (first, second) if first_gives else (second, first)
         text = words.IOI_TEMPLATES[template].format(
             a=first, b=second, s=giver, p=words.PLACES[place], o=words.OBJECTS[thing]
@@ -153,17 +156,18 @@ def _fact(rng: random.Random) -> Iterator[Prompt]:
         before, which = divmod(index, len(held))
         cloze = held[which]
         others = [answer for _, answer in FACTS[cloze.relation] if answer != cloze.answer]
-        yield Prompt(befores[before] + cloze.text, f" {cloze.answer}", f" {rng.choice(others)}", "fact")
+        text = befores[before] + cloze.text
+        yield Prompt(text, f" {cloze.answer}", f" {rng.choice(others)}", "fact")
 
 
 def _repeats(rng: random.Random) -> Iterator[Prompt]:
-    seen: set[str] = set()
+    texts: set[str] = set()
     while True:
         length = rng.randint(SHORTEST_LIST, LONGEST_LIST)
         drawn = random_list(rng, length, held=True)
-        # At least one word of the repeat is shown: before it nothing says that a repeat begins.
+        # Show at least one repeated word: before it, nothing indicates that a repeat begins.
         shown = rng.randint(1, length - 1)
         text = "".join(f" {word}" for word in [*drawn, *drawn[:shown]])
-        if text not in seen:
-            seen.add(text)
+        if text not in texts:
+            texts.add(text)
             yield Prompt(text, f" {drawn[shown]}", None, "repeats")

@@ -1,4 +1,4 @@
-"""Hook points inside vLLM: many requests at once, each with its own interventions and captures."""
+"""Hook points inside vLLM: concurrent requests, each with its own interventions and captures."""
 
 from typing import TYPE_CHECKING
 
@@ -13,5 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine", "Engine", "EngineAnswer", "FromAnswers", "serve"]
 __getattr__, __dir__ = lazily(
-    __name__, AsyncEngine="serving", Engine="engine", EngineAnswer="engine", FromAnswers="engine", serve="serving"
+    __name__,
+    AsyncEngine="serving",
+    Engine="engine",
+    EngineAnswer="engine",
+    FromAnswers="engine",
+    serve="serving",
 )

@@ -1,16 +1,17 @@
-"""Operations as rows of tables: what is done to a token is looked up by the number of its row, in every pass.
+"""Operations as table rows: every pass looks up a token's edit by its row number.
 
-Every operation that can be here makes of an activation ``x`` of one token
+Each supported operation maps the activation ``x`` of one token to
 
     x * scale + add + norm |x| + sum_r out[r] g_r(read[r] . x + bias[r])
 
-where g_r makes zero of what is not above threshold[r]: a cap, or a feature of a basis (`RowMap`). What these are is
-asked of the operation itself, on zeros, ones and its own directions, and tried on random numbers, so there is no second
-meaning of an operation here. Several at one place become one map, in their order; where they choose tokens
-differently, there is a row for each choice that a token can meet (`lower`).
+where g_r is zero for inputs at or below threshold[r], which covers caps and features of a basis
+(`_RowMap`). The coefficients are found by applying the operation itself to zeros, ones and its own
+directions, and are checked on random activations, so no operation is implemented twice. Several
+operations at one place are composed into one map, in order; if they choose different tokens, each
+reachable combination of choices gets its own row (`lower`).
 
-A probe is a row, too: what it reads of a token goes into a column of its own, next to all places, and a row with a
-condition does something where that column says so.
+A probe is a row, too: its reading of a token goes into a column of its own, shared by all places. A
+row with a condition acts only where that column satisfies it.
 """
 
 from __future__ import annotations
@@ -49,49 +50,59 @@ from bridge.interventions.operations import (
     orthonormal,
 )
 
-#: What can be a row of a table.
+#: The operations that can be table rows.
 LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled, Cap)
-#: How many sets of choices of tokens may meet at one place, and how many choices: a code has a bit for each.
-_CODES, _CHOICES = 256, 62
-#: How many features of a basis one operation may change by their values.
+#: The largest number of combined token choices at one place.
+_CODES = 256
+#: The largest number of choices there: a code has one bit per choice.
+_CHOICES = 62
+#: The largest number of features whose values one operation may change.
 _FEATURES = 64
-#: The tables; those of probes and conditions are there only in engines that have them.
-TABLES = ("scale", "add", "norm", "out", "read", "bias", "threshold")
-CONDITIONS = ("probe", "probe_bias", "probes", "asks", "level")
+#: The tables with one entry per column.
+_PER_COLUMN = ("scale", "add", "norm")
+#: The tables with one entry per direction.
+_PER_DIRECTION = ("out", "read", "bias", "threshold")
+#: All tables. Those for probes and conditions exist only in engines with probes.
+_TABLES = (*_PER_COLUMN, *_PER_DIRECTION, "probe", "probe_bias", "probes", "asks", "level")
+
+
+# --------------------------------------------------------------------------------------------------
+# One operation as a row.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where a hook point is in the engine's tree.
+    """The place of a hook point in the engine's module tree.
 
     Attributes:
-        site: the number of the module's input or output.
-        width: how many columns the tensor there has.
-        columns: which of them are the activation's entries, in order.
-        shape: of the activation of one token.
-        counts: its entries are numbers of something, and no measure: they are captured, and not changed.
+        site: the index of the module's input or output.
+        width: the number of columns of the tensor at the site.
+        columns: the columns that hold the activation's entries, in order.
+        shape: the shape of one token's activation.
+        counts: whether its entries are indices, which can be captured but not edited.
     """
 
     site: int
     width: int
-    columns: tuple[int, ...]
-    shape: tuple[int, ...]
+    columns: Sequence[int]
+    shape: Sequence[int]
     counts: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Whether the activation is all of the tensor."""
+    def is_whole_tensor(self) -> bool:
+        """Tell whether the activation is the whole tensor."""
         return len(self.columns) == self.width
 
 
 @dataclass(frozen=True)
-class RowMap:
-    """What is done to an activation ``[feature]`` of one token; see the top of the file.
+class _RowMap:
+    """An edit of one token's activation ``[feature]``; see the module docstring.
 
     Attributes:
         scale, add, norm: ``[feature]``.
         out, read: ``[rank feature]``.
-        bias, threshold: ``[rank]``; where nothing is too small, the threshold is ``-inf`` and the bias zero.
+        bias, threshold: ``[rank]``; without a threshold, it is ``-inf`` and the bias zero.
     """
 
     scale: Tensor
@@ -103,218 +114,335 @@ class RowMap:
     threshold: Tensor
 
     @classmethod
-    def of(cls, scale: Tensor, **more: Tensor) -> RowMap:
-        """One that has some of these, the others zero."""
-        none, no_rank = torch.zeros_like(scale), scale.new_zeros(0, len(scale))
-        rank = len(more.get("out", no_rank))
-        usual = {"scale": scale, "add": none, "norm": none, "out": no_rank, "read": no_rank}
-        usual |= {"bias": scale.new_zeros(rank), "threshold": scale.new_full((rank,), -torch.inf)}
-        return cls(**{**usual, **more})
+    def of(cls, scale: Tensor, **coefficients: Tensor) -> _RowMap:
+        """Return a map with these coefficients; the others are zero."""
+        zeros = torch.zeros_like(scale)
+        none = scale.new_zeros(0, len(scale))
+        rank = len(coefficients.get("out", none))
+        threshold = scale.new_full((rank,), -torch.inf)
+        row = cls(scale, zeros, zeros, none, none, scale.new_zeros(rank), threshold)
+        return replace(row, **coefficients)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What it makes of activations ``[token feature]``."""
-        long = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        along = x @ self.read.T + self.bias
-        return x * self.scale + self.add + self.norm * long + torch.where(along > self.threshold, along, 0.0) @ self.out
+        """Apply the map to activations ``[token feature]``."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        readings = x @ self.read.T + self.bias
+        active = torch.where(readings > self.threshold, readings, 0.0)
+        return x * self.scale + self.add + self.norm * length + active @ self.out
 
-    def then(self, last: RowMap) -> RowMap:
-        """This one, and another one behind it, which does not ask for the norm.
+    def then(self, last: _RowMap) -> _RowMap:
+        """Compose this map with a second one that follows it and does not use the norm.
 
         Raises:
-            ValueError: the second has a threshold for what the first makes.
+            ValueError: the second map has a threshold on the result of the first.
         """
         free = last.threshold.isneginf()
-        if bool((torch.cat([self.out, self.norm[None]]) @ last.read[~free].T).abs().gt(1e-9).any()):
-            raise ValueError("a cap or a feature that others change before cannot be had at one place of an engine")
+        outputs = torch.cat([self.out, self.norm[None]])
+        if bool((outputs @ last.read[~free].T).abs().gt(1e-9).any()):
+            raise ValueError(
+                "a cap or a feature that is changed by an earlier operation is not available at one"
+                " place of an engine"
+            )
         linear = lambda v: v * last.scale + (v @ last.read[free].T) @ last.out[free]
-        out, read = torch.cat([linear(self.out), last.out]), torch.cat([self.read, last.read * self.scale])
-        bias = torch.cat([self.bias, last.bias + torch.where(free, 0.0, last.read @ self.add)])
-        threshold, used = torch.cat([self.threshold, last.threshold]), out.any(-1)
-        add = linear(self.add) + last.add
-        return RowMap(
-            self.scale * last.scale, add, linear(self.norm), out[used], read[used], bias[used], threshold[used]
-        )  # fmt: skip
+        shift = torch.where(free, 0.0, last.read @ self.add)
+        out = torch.cat([linear(self.out), last.out])
+        read = torch.cat([self.read, last.read * self.scale])
+        bias = torch.cat([self.bias, last.bias + shift])
+        threshold = torch.cat([self.threshold, last.threshold])
+        used = out.any(-1)
+        return _RowMap(
+            self.scale * last.scale,
+            linear(self.add) + last.add,
+            linear(self.norm),
+            out[used],
+            read[used],
+            bias[used],
+            threshold[used],
+        )
 
-    def at(self, place: EnginePlace) -> RowMap:
-        """The same for the whole tensor of a site."""
-        if place.columns == tuple(range(place.width)):
+    def widened(self, place: EnginePlace) -> _RowMap:
+        """Extend the map to all columns of a site's tensor."""
+        if list(place.columns) == list(range(place.width)):
             return self
-        index = torch.tensor(place.columns)
-        put = lambda x, whole: whole.index_copy(-1, index, x)
-        wide = lambda x: put(x, x.new_zeros(*x.shape[:-1], place.width))
-        scale = put(self.scale, self.scale.new_ones(place.width))
-        return RowMap(
-            scale, wide(self.add), wide(self.norm), wide(self.out), wide(self.read), self.bias, self.threshold
-        )  # fmt: skip
+        columns = torch.tensor(place.columns)
+        wide: dict[str, Tensor] = {}
+        for name in (*_PER_COLUMN, "out", "read"):
+            x = getattr(self, name)
+            unchanged = float(name == "scale")
+            blank = x.new_full((*x.shape[:-1], place.width), unchanged)
+            wide[name] = blank.index_copy(-1, columns, x)
+        return replace(self, **wide)
 
 
-def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> RowMap:
-    """What an operation does to the tokens that it chooses.
+def row_of(operation: Operation, hook: HookPoint, place: EnginePlace) -> _RowMap:
+    """Return the table row of an operation.
 
     Args:
         operation: the operation.
         hook: the hook point, of any bridge of the model.
-        place: where that is.
+        place: the hook point's place.
 
     Raises:
-        ValueError: it cannot be a row of a table.
+        ValueError: the operation cannot be a table row.
     """
     name = f"{type(operation).__name__} at {hook.name}"
     if type(operation) not in LOWERED or operation.keys is not None:
+        kinds = ", ".join(kind.__name__ for kind in LOWERED)
         raise ValueError(
-            f"{name} cannot be had in an engine, which has {', '.join(kind.__name__ for kind in LOWERED)} and "
-            "Probe: use bridge.generate_batch"
+            f"{name} is not available in an engine, which has {kinds} and Probe: use"
+            " bridge.generate_batch"
         )
     operation.check_alone(hook)
+    everywhere = replace(operation, positions=None, part="all", from_step=0, where=None)
     if isinstance(hook.view, InBasis):
-        return _row_of_features(operation, hook, hook.view, place, name).at(place)
-    still = replace(operation, positions=None, part="all", from_step=0, where=None)
-    width = len(place.columns)
-
-    def made(x: Tensor) -> Tensor:
-        activation = x.reshape(1, len(x), *place.shape)
-        return still(activation, hook).expand_as(activation).reshape(x.shape)
-
-    zeros, ones = torch.zeros(1, width, dtype=torch.float64), torch.ones(1, width, dtype=torch.float64)
-    if isinstance(operation, ProjectOut):
-        mask = still.mask(zeros.reshape(1, 1, *place.shape), hook)
-        acts = ones[0] if mask is None else mask.expand(1, 1, *place.shape).reshape(width).double()
-        scale = 1 - acts if isinstance(operation, ProjectOnto) else ones[0]
-        most = float(operation.number("most", zeros, {}, hook)) if isinstance(operation, Cap) else None
-        rows = operation.number("directions", zeros.reshape(1, 1, *place.shape), {}, hook)
-        basis = orthonormal(rows.reshape(-1, rows.shape[-1]))
-        read = torch.zeros(width // basis.shape[-1], len(basis), width // basis.shape[-1], basis.shape[-1]).double()
-        for head in range(len(read)):
-            read[head, :, head] = basis
-        read = read.reshape(-1, width)
-        if most is None:
-            out = made(read) - read * scale
-            found = RowMap.of(scale, out=out[out.any(-1)], read=read[out.any(-1)])
-        else:  # what is above is taken away
-            far = read * (abs(most) + 1)
-            read = read[((made(far) - far) * (read != 0)).any(-1)]  # of the heads that it is for
-            level = zeros.new_zeros(len(read))
-            found = RowMap.of(scale, out=-read, read=read, bias=level - most, threshold=level)
-    elif isinstance(operation, AddScaled):
-        if len(place.shape) > 1 or not place.whole:
-            raise ValueError(f"{name} cannot be had in an engine: its activation is a part of a tensor there")
-        unit = torch.nn.functional.one_hot(torch.tensor([0]), width).double()
-        found = RowMap.of(ones[0], norm=(made(unit) - unit)[0])
-    else:
-        add = made(zeros)[0]
-        found = RowMap.of((made(ones)[0] - add).nan_to_num(0.0), add=add)
-    _check_row(found, made, width, 1e-6, name)
-    return found.at(place)
+        features = _FeatureEdit(everywhere, hook, hook.view, _tensor_of(hook.view))
+        return _row_of_features(features, place, name).widened(place)
+    edit = _FlatEdit(everywhere, hook, place)
+    row = edit.row(name)
+    _check_row(row, edit, len(place.columns), 1e-6, name)
+    return row.widened(place)
 
 
-def _check_row(found: RowMap, made: Callable[[Tensor], Tensor], width: int, bound: float, name: str) -> None:
-    """Tries on random numbers of several sizes whether a row does what is to be done.
+@dataclass(frozen=True)
+class _FlatEdit:
+    """An operation on flat activations ``[token column]``, at every token."""
+
+    operation: Operation
+    hook: HookPoint
+    place: EnginePlace
+
+    def __call__(self, x: Tensor) -> Tensor:
+        activation = x.reshape(1, len(x), *self.place.shape)
+        return self.operation(activation, self.hook).expand_as(activation).reshape(x.shape)
+
+    def row(self, name: str) -> _RowMap:
+        """Return the row that should compute the same as the operation.
+
+        Raises:
+            ValueError: no row can.
+        """
+        if isinstance(self.operation, ProjectOut):
+            return self._projection_row(self.operation)
+        width = len(self.place.columns)
+        ones = torch.ones(1, width, dtype=torch.float64)
+        if not isinstance(self.operation, AddScaled):
+            add = self(torch.zeros_like(ones))[0]
+            scale = self(ones)[0] - add
+            return _RowMap.of(scale.nan_to_num(0.0), add=add)
+        if len(self.place.shape) > 1 or not self.place.is_whole_tensor:
+            raise ValueError(
+                f"{name} is not available in an engine: its activation is a part of a tensor there"
+            )
+        unit = torch.zeros_like(ones)
+        unit[0, 0] = 1
+        return _RowMap.of(ones[0], norm=(self(unit) - unit)[0])
+
+    def _projection_row(self, operation: ProjectOut) -> _RowMap:
+        """Return the row of a projection or a cap."""
+        zeros = torch.zeros(1, 1, *self.place.shape, dtype=torch.float64)
+        scale = torch.ones(len(self.place.columns), dtype=torch.float64)
+        if isinstance(operation, ProjectOnto):
+            mask = operation.mask(zeros, self.hook)
+            scale = torch.zeros_like(scale) if mask is None else 1 - mask.expand_as(zeros).double()
+            scale = scale.flatten()
+        directions = operation.number("directions", zeros, {}, self.hook)
+        basis = orthonormal(directions.reshape(-1, directions.shape[-1]))
+        heads = len(scale) // basis.shape[-1]
+        read = torch.block_diag(*[basis] * heads).double()
+        if isinstance(operation, Cap):
+            highest = float(operation.number("most", zeros, {}, self.hook))
+            return self._cap_row(read, highest)
+        out = self(read) - read * scale
+        used = out.any(-1)
+        return _RowMap.of(scale, out=out[used], read=read[used])
+
+    def _cap_row(self, read: Tensor, highest: float) -> _RowMap:
+        """Return the row that subtracts the excess of readings over the cap."""
+        above = read * (abs(highest) + 1)
+        chosen_heads = ((self(above) - above) * (read != 0)).any(-1)
+        read = read[chosen_heads]
+        level = read.new_zeros(len(read))
+        scale = read.new_ones(read.shape[-1])
+        return _RowMap.of(scale, out=-read, read=read, bias=level - highest, threshold=level)
+
+
+def _check_row(
+    row: _RowMap, edit: Callable[[Tensor], Tensor], width: int, bound: float, name: str
+) -> None:
+    """Check on random activations of several sizes that a row computes the same as its operation.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the results differ.
     """
-    tried = _tried(width)
-    wanted = made(tried)
-    if not torch.allclose(found(tried), wanted, rtol=bound, atol=bound, equal_nan=True):
-        raise ValueError(f"{name} cannot be had in an engine: no row of a table does what it does")
+    samples = _random_rows(64, width, seed=0, highest=2)
+    if not torch.allclose(row(samples), edit(samples), rtol=bound, atol=bound, equal_nan=True):
+        raise ValueError(
+            f"{name} is not available in an engine: no table row computes the same as it does"
+        )
 
 
 @functools.lru_cache(maxsize=4)
-def _tried(width: int) -> Tensor:
-    """Activations of several sizes, which every row of that width is tried on."""
-    tried = torch.randn(64, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return tried * torch.logspace(-1, 2, 64, dtype=torch.float64)[:, None]
+def _random_rows(rows: int, width: int, seed: int, highest: int) -> Tensor:
+    """Return random activations with sizes from 0.1 to ``10 ** highest``. Do not write to them."""
+    generator = torch.Generator().manual_seed(seed)
+    activations = torch.randn(rows, width, dtype=torch.float64, generator=generator)
+    sizes = torch.logspace(-1, highest, rows, dtype=torch.float64)
+    return activations * sizes[:, None]
+
+
+# --------------------------------------------------------------------------------------------------
+# An operation on features of a basis as a row.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FeatureEdit:
+    """An operation on features of a basis, as an edit of activations ``[token column]``. The basis
+    is treated as a black box.
+
+    Attributes:
+        operation: the operation, at every token.
+        hook: the hook point in the basis.
+        view: its view.
+        like: a tensor with the dtype of the basis.
+    """
+
+    operation: Operation
+    hook: HookPoint
+    view: InBasis
+    like: Tensor
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the features of activations."""
+        rows = x.to(self.like)[None]
+        return dense(self.view.encode(rows))[0].double()
+
+    def decode(self, features: Tensor, x: Tensor) -> Tensor:
+        """Return the activations that the features represent; `x` contains the original
+        activations."""
+        rows = features.to(self.like)[None]
+        return self.view.decoded(rows, x.to(self.like)[None])[0].double()
+
+    def changed(self, features: Tensor) -> Tensor:
+        """Return the features after the operation."""
+        return self.operation(features[None], self.hook)[0].expand_as(features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        features = self.encode(x)
+        return x + self.decode(self.changed(features), x) - self.decode(features, x)
 
 
 @torch.no_grad()
-def _row_of_features(operation: Operation, hook: HookPoint, view: InBasis, place: EnginePlace, name: str) -> RowMap:
-    """What a change of features does to the activation that they are of.
+def _row_of_features(edit: _FeatureEdit, place: EnginePlace, name: str) -> _RowMap:
+    """Return the row that edits an activation by changing features of its basis.
 
-    Of the basis nothing is known: what is decoded has to be linear, and of each feature that is changed by more than a
-    number that is added, the direction, the bias and the threshold are found by trial (a ReLU's, a JumpReLU's, none).
+    The basis's decoder must be linear. For each feature whose change is not a constant, the
+    direction, bias and threshold are determined by experiment (ReLU, JumpReLU or linear).
 
     Raises:
-        ValueError: it is not so.
+        ValueError: the basis does not have this form.
     """
-    if type(operation) not in (Add, Scale, Set, Zero) or not view.edits_alone or len(place.shape) != 1:
+    is_linear = type(edit.operation) in (Add, Scale, Set, Zero)
+    if not is_linear or not edit.view.edits_alone or len(place.shape) != 1:
         raise ValueError(
-            f"{name} cannot be had in an engine, which changes features of a vector by Add, Scale, Set and Zero where "
-            "what the basis does not explain is kept: use bridge.generate_batch"
+            f"{name} is not available in an engine, which changes features of a vector by Add,"
+            " Scale, Set and Zero where what the basis does not explain is kept: use"
+            " bridge.generate_batch"
         )
-    still = replace(operation, positions=None, part="all", from_step=0, where=None)
-    like = _tensor_of(view)
-    encode = lambda x: dense(view.encode(x.to(like)[None]))[0].double()
-    decode = lambda f, x: view.decoded(f.to(like)[None], x.to(like)[None])[0].double()
-    changed = lambda f: still(f[None], hook)[0].expand_as(f)
-    origin = torch.zeros(1, len(place.columns), dtype=torch.float64)
-    none = torch.zeros_like(encode(origin))
-    base = changed(none)
-    slope = changed(torch.ones_like(none)) - base
-    at = (slope[0] != 1).nonzero().flatten()
-    explained = decode(none, origin)
-    add = (decode(base, origin) - explained)[0]
-    found = RowMap.of(torch.ones_like(origin[0]), add=add)
-    if len(at):
-        if len(at) > _FEATURES:
-            raise ValueError(f"{name} changes {len(at)} features by their values; in an engine it can be {_FEATURES}")
-        rows = torch.nn.functional.one_hot(at, none.shape[-1]).double()
-        out = (decode(rows, origin.expand(len(at), -1)) - explained) * (slope[0, at] - 1)[:, None]
-        read, bias, threshold = _features(encode, at, origin.shape[-1], name)
-        free = threshold.isneginf()
-        found = replace(
-            found, add=add + bias[free] @ out[free], out=out, read=read, bias=bias.where(~free, 0.0),
-            threshold=threshold,
-        )  # fmt: skip
-
-    def made(x: Tensor) -> Tensor:
-        features = encode(x)
-        return x + decode(changed(features), x) - decode(features, x)
-
-    _check_row(found, made, origin.shape[-1], 1e-3, name)
-    return found
+    width = len(place.columns)
+    origin = torch.zeros(1, width, dtype=torch.float64)
+    none = torch.zeros_like(edit.encode(origin))
+    base = edit.changed(none)
+    slope = (edit.changed(torch.ones_like(none)) - base)[0]
+    explained = edit.decode(none, origin)
+    add = (edit.decode(base, origin) - explained)[0]
+    row = _RowMap.of(torch.ones_like(origin[0]), add=add)
+    indices = (slope != 1).nonzero().flatten()
+    if len(indices) > _FEATURES:
+        raise ValueError(
+            f"{name} changes {len(indices)} features by their values; in an engine it can be"
+            f" {_FEATURES}"
+        )
+    if len(indices):
+        one_hot = torch.nn.functional.one_hot(indices, len(slope)).double()
+        decoded = edit.decode(one_hot, origin.expand(len(indices), -1)) - explained
+        out = decoded * (slope[indices] - 1)[:, None]
+        read, bias, threshold = _feature_readings(edit.encode, indices, width, name)
+        row = _with_readings(row, out, read, bias, threshold)
+    _check_row(row, edit, width, 1e-3, name)
+    return row
 
 
-def _features(encode: Callable[[Tensor], Tensor], at: Tensor, width: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The direction, bias and threshold of some features: what they are of an activation.
+def _with_readings(
+    row: _RowMap, out: Tensor, read: Tensor, bias: Tensor, threshold: Tensor
+) -> _RowMap:
+    """Return a row with readings; the bias of a reading without a threshold is a constant."""
+    free = threshold.isneginf()
+    add = row.add + bias[free] @ out[free]
+    bias = bias.where(~free, 0.0)
+    return replace(row, add=add, out=out, read=read, bias=bias, threshold=threshold)
+
+
+def _feature_readings(
+    encode: Callable[[Tensor], Tensor], indices: Tensor, width: int, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the direction, bias and threshold of some features as functions of an activation.
 
     Args:
         encode: from ``[row width]`` to ``[row feature]``.
-        at: which features.
-        width: of an activation.
-        name: for the error.
+        indices: the indices of the features.
+        width: the width of an activation.
+        name: the name for error messages.
 
     Raises:
-        ValueError: one that is never active on random activations.
+        ValueError: a feature is never active on random activations.
     """
-    tried = torch.randn(256, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    tried *= torch.logspace(-1, 3, 256, dtype=torch.float64)[:, None]
-    active = encode(tried)[:, at] != 0
-    if not bool(active.any(0).all()):
-        raise ValueError(f"{name}: features {at[~active.any(0)].tolist()} were active on no activation that was tried")
-    there = tried[active.int().argmax(0)]  # [feature width]: the smallest, which are rounded least
-    own = torch.arange(len(at))
+    samples = _random_rows(256, width, seed=1, highest=3)
+    is_active = encode(samples)[:, indices] != 0
+    if not bool(is_active.any(0).all()):
+        raise ValueError(
+            f"{name}: features {indices[~is_active.any(0)].tolist()} were active on no activation"
+            " that was tried"
+        )
+    rows = torch.arange(len(indices))
+    values_at = lambda x: encode(x)[rows, indices]
+    # [feature width]: the smallest active values, which have the least rounding error
+    smallest = samples[is_active.int().argmax(0)]
     with torch.enable_grad():
-        x = there.clone().requires_grad_()
-        made = encode(x)[own, at].sum()
-        if not made.requires_grad:
-            raise ValueError(f"{name}: its basis gives no gradients, which say in which direction a feature is")
-        (read,) = torch.autograd.grad(made, x)
-    bias = encode(there)[own, at] - (read * there).sum(-1)
-    # Along the direction: where it is just not zero. It is linear if it is negative far behind.
+        x = smallest.clone().requires_grad_()
+        total = values_at(x).sum()
+        if not total.requires_grad:
+            raise ValueError(
+                f"{name}: its basis gives no gradients, which say in which direction a feature is"
+            )
+        (read,) = torch.autograd.grad(total, x)
+    values = values_at(smallest)
+    bias = values - (read * smallest).sum(-1)
     step = read / (read * read).sum(-1, keepdim=True)
-    of = lambda level: encode(step * (level - bias)[:, None])[own, at]
-    high = encode(there)[own, at].clone()
+    threshold = _threshold(lambda level: values_at(step * (level - bias)[:, None]), values)
+    return read, bias, threshold
+
+
+def _threshold(value_at: Callable[[Tensor], Tensor], high: Tensor) -> Tensor:
+    """Return the level above which each feature is active, by bisection; ``-inf`` if it is linear:
+    still negative far in the opposite direction.
+
+    Args:
+        value_at: from a level along the feature's direction to its value.
+        high: levels at which the features are active.
+    """
     low = -high.abs() - 1
-    free = (of(low) - low).abs() < 1e-3 * low.abs()
+    is_linear = (value_at(low) - low).abs() < 1e-3 * low.abs()
     for _ in range(60):
         middle = (low + high) / 2
-        active = of(middle) != 0
-        high, low = torch.where(active, middle, high), torch.where(active, low, middle)
-    return read, bias, torch.where(free, -torch.inf, low)
+        is_active = value_at(middle) != 0
+        high = torch.where(is_active, middle, high)
+        low = torch.where(is_active, low, middle)
+    return torch.where(is_linear, -torch.inf, low)
 
 
 def _tensor_of(view: InBasis) -> Tensor:
-    """A tensor of a basis's type; of functions float32."""
+    """Return a tensor with the dtype of a basis; float32 for functions."""
     for module in modules_of(view.basis):
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
@@ -322,323 +450,463 @@ def _tensor_of(view: InBasis) -> Tensor:
     return torch.zeros(())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # All interventions of one request.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class TokenChoice:
-    """Which tokens of a request an operation acts on; see `Operation`."""
+class _TokenChoice:
+    """The tokens of a request that an operation edits; see `Operation`."""
 
     positions: Kept = None
     part: str = "all"
     from_step: int = 0
 
     @classmethod
-    def of(cls, operation: Operation) -> TokenChoice:
-        """That of an operation."""
+    def of(cls, operation: Operation) -> _TokenChoice:
+        """Return the token choice of an operation."""
         kept = operation.positions
         assert kept is None or isinstance(kept, slice | tuple)
         return cls(kept, operation.part, operation.from_step)
 
-    def meets(self, other: TokenChoice) -> bool:
-        """Whether there may be a token that both are of."""
+    def meets(self, other: _TokenChoice) -> bool:
+        """Tell whether some token may belong to both choices."""
         if {self._of_prompt(), other._of_prompt()} == {True, False}:
             return False
-        mine, theirs = self.positions, other.positions
+        mine = self.positions
+        theirs = other.positions
         if not isinstance(mine, tuple) or not isinstance(theirs, tuple):
             return True
-        return len({place < 0 for place in (*mine, *theirs)}) == 2 or bool({*mine} & {*theirs})
+        signs = {place < 0 for place in (*mine, *theirs)}
+        return len(signs) == 2 or bool({*mine} & {*theirs})
 
     def _of_prompt(self) -> bool | None:
-        """Whether it is of the prompt alone, or (False) of what is generated alone."""
+        """Return True for a choice of only prompt tokens, False for only generated tokens,
+        otherwise None.
+        """
         if self.positions is not None or self.part == "prompt":
             return True
         return False if self.part == "generated" or self.from_step else None
 
     def mask(self, first: int, length: int, prompt: int) -> Tensor:
-        """Which of some tokens, ``[length]``.
+        """Return the mask of the chosen tokens, ``[length]``.
 
         Args:
-            first: the place of the first of them.
-            length: how many there are.
-            prompt: how many tokens the prompt has.
+            first: the position of the first token.
+            length: the number of tokens.
+            prompt: the number of prompt tokens.
 
         Raises:
             IndexError: the prompt has no such position.
         """
         if self.positions is not None:
-            return chosen(self.positions, SequencePart(first, length, prompt), "a position", torch.empty(0))
+            tokens = SequencePart(first, length, prompt)
+            return chosen(self.positions, tokens, "a position", torch.empty(0))
         places = torch.arange(first, first + length)
         if self.part == "prompt":
             return places < prompt
-        return places >= (prompt if self.part == "generated" else prompt + self.from_step - 1 if self.from_step else 0)
+        if self.part == "generated":
+            return places >= prompt
+        begin = prompt + self.from_step - 1 if self.from_step else 0
+        return places >= begin
 
 
 @dataclass(frozen=True)
 class SiteRows:
-    """What a request does at one site.
+    """The edits of one request at one site.
 
     Attributes:
-        site: its number.
-        choices: of tokens; a token that the first and third are true of has the code 1 + 4, one that none is true of 0.
-        codes: those that have a row, from the least.
+        site: the index of the site.
+        choices: the token choices; a token in the first and the third choice has the code 1 + 4, a
+            token in none has the code 0.
+        codes: the codes that have a row, in ascending order.
         tables: by name, ``[row ...]``.
     """
 
     site: int
-    choices: tuple[TokenChoice, ...]
+    choices: tuple[_TokenChoice, ...]
     codes: tuple[int, ...]
     tables: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class EngineEdit:
-    """Interventions as rows of tables.
+    """A request's interventions as table rows.
 
     Attributes:
-        key: a digest of all of it: equal for those that do the same.
-        sites: where it does something.
+        key: a digest of the edit; equal edits have equal keys.
+        sites: the sites that it edits.
     """
 
     key: str
     sites: tuple[SiteRows, ...]
 
     def check_prompt(self, length: int) -> None:
-        """Refuses a prompt that has not the positions that are chosen.
+        """Check that a prompt has the positions that the edit chooses.
 
         Raises:
-            IndexError: it is one.
+            IndexError: it does not.
         """
-        for choice in (choice for site in self.sites for choice in site.choices):
-            choice.mask(0, length, length)
+        for site in self.sites:
+            for choice in site.choices:
+                choice.mask(0, length, length)
 
 
 def fit(edits: Iterable[EngineEdit], rows: int) -> bool:
-    """Whether the tables have room for edits together.
+    """Tell whether the tables have enough rows for several edits together.
 
     Args:
-        edits: different ones.
-        rows: how many rows the tables of a site have.
+        edits: distinct edits.
+        rows: the number of rows per site.
     """
     used: Counter[int] = Counter()
-    for site in (site for edit in edits for site in edit.sites):
-        used[site.site] += len(site.codes)
+    for edit in edits:
+        for site in edit.sites:
+            used[site.site] += len(site.codes)
     return all(count <= rows for count in used.values())
 
 
 def base_of(hook: HookPoint) -> str:
-    """The name of the hook point whose activation one shows, in a basis or as it is."""
+    """Return the name of the hook point that a hook point in a basis is based on, or its own
+    name."""
     return hook.name.rpartition(".")[0] if isinstance(hook.view, InBasis) else hook.name
 
 
 def lower(
-    pairs: Sequence[tuple[HookPoint, Any]], places: Mapping[str, EnginePlace], rank: int,
-    order: Sequence[str] = (), probes: int = 0,
-) -> EngineEdit:  # fmt: skip
-    """Interventions as rows of tables.
+    pairs: Sequence[tuple[HookPoint, Any]],
+    places: Mapping[str, EnginePlace],
+    rank: int,
+    order: Sequence[str] = (),
+    probes: int = 0,
+) -> EngineEdit:
+    """Turn interventions into table rows.
 
     Args:
         pairs: hook points and operations, in the order in which they act.
-        places: of the hook points.
-        rank: how many directions a row has room for.
-        order: the names of the hook points, as a pass comes by.
-        probes: how many probes a request may have.
+        places: the places of the hook points.
+        rank: the number of directions per row.
+        order: the names of the hook points in forward order.
+        probes: the largest number of probes of a request.
 
     Raises:
-        ValueError: something that cannot be a row.
-        TypeError: a function.
+        ValueError: an operation that cannot be a row.
+        TypeError: a function in place of an operation.
     """
-    at_site: dict[int, list[_Lowered]] = {}
-    came: Counter[str] = Counter()
+    by_site: dict[int, list[_Lowered]] = {}
+    uses: Counter[str] = Counter()
     for hook, operation in pairs:
         if not isinstance(operation, Operation):
             raise TypeError(
-                f"the intervention at {hook.name} is {operation!r}, a function, and an engine's pass holds no Python: "
-                "use an operation of bridge.interventions, or bridge.generate_batch"
+                f"the intervention at {hook.name} is {operation!r}, a function, and an engine's"
+                " pass holds no Python: use an operation of bridge.interventions, or"
+                " bridge.generate_batch"
             )
-        place, name = places[base_of(hook)], base_of(hook)
-        when = order.index(name) if name in order else 0, came[name]
-        came[name] += 1
+        name = base_of(hook)
+        place = places[name]
+        when = (order.index(name) if name in order else 0), uses[name]
+        uses[name] += 1
         row = None if isinstance(operation, Probe) else row_of(operation, hook, place)
-        at_site.setdefault(place.site, []).append(_Lowered(hook, operation, row, place, when))
-    slots = _slots([its for found in at_site.values() for its in found], probes)
-    sites = tuple([_site_rows(site, found, rank, slots, probes) for site, found in at_site.items()])
-    total = hashlib.sha256(str([(site.site, site.choices, site.codes) for site in sites]).encode())
-    for table in (table for site in sites for table in site.tables.values()):
-        total.update(f"{list(table.shape)}".encode() + table.numpy().tobytes())
-    return EngineEdit(total.hexdigest(), sites)
+        by_site.setdefault(place.site, []).append(_Lowered(hook, operation, row, place, when))
+    slots = _slots([lowered for group in by_site.values() for lowered in group], probes)
+    sites = [_site_rows(site, group, rank, slots, probes) for site, group in by_site.items()]
+    return EngineEdit(_digest(sites), tuple(sites))
+
+
+def _digest(sites: Sequence[SiteRows]) -> str:
+    digest = hashlib.sha256(str([(site.site, site.choices, site.codes) for site in sites]).encode())
+    for site in sites:
+        for table in site.tables.values():
+            digest.update(f"{list(table.shape)}".encode() + table.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class _Lowered:
-    """One operation of a request: at which hook point, as which row (a probe has none), when in a pass."""
+    """An operation of a request: its hook point, its row (none for a probe), and its place in
+    forward order.
+    """
 
     hook: HookPoint
     operation: Operation
-    row: RowMap | None
+    row: _RowMap | None
     place: EnginePlace
     when: tuple[int, int]
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
+        """Return the name for error messages."""
         return f"{type(self.operation).__name__} at {self.hook.name}"
 
+    @functools.cached_property
+    def choice(self) -> _TokenChoice:
+        """Return the tokens that the operation edits."""
+        return _TokenChoice.of(self.operation)
 
-def _slots(found: Sequence[_Lowered], probes: int) -> dict[str, int]:
-    """The column that each probe's readings have.
+
+def _slots(operations: Sequence[_Lowered], probes: int) -> dict[str, int]:
+    """Assign a reading column to each probe.
 
     Raises:
-        ValueError: there is no room for so many; a condition that nothing can be read for in time; a probe of features.
+        ValueError: too many probes; a condition on a probe that is read later; a probe of features.
     """
-    reading = [(its.when, its.operation) for its in found if isinstance(its.operation, Probe)]
-    slots = {name: at for at, name in enumerate(dict.fromkeys(probe.name for _, probe in reading))}
-    for its in found:
-        its.operation.check_alone(its.hook)
-        if its.row is None and isinstance(its.hook.view, InBasis):
-            raise ValueError(f"{its.shown} cannot be had in an engine, which computes features when a pass is over")
+    slots: dict[str, int] = {}
+    first_reads: dict[str, tuple[int, int]] = {}
+    for lowered in operations:
+        operation = lowered.operation
+        when = lowered.when
+        if isinstance(operation, Probe):
+            slots.setdefault(operation.name, len(slots))
+            first_reads[operation.name] = min(when, first_reads.get(operation.name, when))
+        operation.check_alone(lowered.hook)
+        if lowered.row is None and isinstance(lowered.hook.view, InBasis):
+            raise ValueError(
+                f"{lowered.label} is not available in an engine, which computes features when a"
+                " pass is over"
+            )
     if len(slots) > probes:
-        raise ValueError(f"{len(slots)} probes, and this engine has room for {probes}: Engine(probes=)")
-    for its in found:
-        where = its.operation.where
+        raise ValueError(
+            f"{len(slots)} probes, and this engine has room for {probes}: Engine(probes=)"
+        )
+    for lowered in operations:
+        where = lowered.operation.where
         if where is None:
             continue
         if where.over == "rows":
             raise ValueError(
-                f"{its.shown} asks for the highest reading of all tokens, and in an engine a prompt may be in several "
-                'passes, of which the first knows nothing of the last: use over="tokens", or bridge.generate_batch'
+                f"{lowered.label} asks for the highest reading of all tokens, and in an engine a"
+                " prompt may be in several passes, of which the first knows nothing of the last:"
+                ' use over="tokens", or bridge.generate_batch'
             )
-        if not any(when < its.when and probe.name == where.probe for when, probe in reading):
+        if where.probe not in slots or first_reads[where.probe] >= lowered.when:
             raise ValueError(
-                f"{its.shown} asks what the probe {where.probe!r} read, and no such probe is at a point that comes "
-                "before: [(earlier point, probe), (this point, operation)]"
+                f"{lowered.label} asks what the probe {where.probe!r} read, and no such probe is at"
+                " a point that comes before: [(earlier point, probe), (this point, operation)]"
             )
     return slots
 
 
-def _site_rows(site: int, found: Sequence[_Lowered], rank: int, slots: Mapping[str, int], probes: int) -> SiteRows:
-    names, width = ", ".join(its.shown for its in found), found[0].place.width
-    reading = sorted([its for its in found if its.row is None], key=lambda its: its.when)
-    changing = [(TokenChoice.of(its.operation), its) for its in found if its.row is not None]
-    if reading and changing and reading[-1].when > min(its.when for _, its in changing):
-        raise ValueError(f"{names}: at one place of an engine a probe reads before anything is changed")
-    several = [TokenChoice(), *(choice for choice, _ in changing)]  # all tokens need no row of their own
-    distinct = [choice for place, choice in enumerate(several) if choice not in several[:place]][1:]  # no hash
-    rows: dict[int, RowMap] = {}
-    conditions: dict[int, Condition | None] = {}
-    for held in _met(distinct, names):
-        true = [TokenChoice(), *(distinct[place] for place in held)]
-        acting = [its for choice, its in changing if choice in true]
-        if not acting and not reading:
-            continue
-        code = sum(2**place for place in held)
-        wheres = list(dict.fromkeys(its.operation.where for its in acting))
-        if len(wheres) > 1:
-            raise ValueError(f"{names}: what meets at one token and place of an engine needs the same condition")
-        conditions[code] = wheres[0] if wheres else None
-        rows[code] = _together([its.row for its in acting if its.row is not None], width, rank, names)
+def _site_rows(
+    site: int, operations: Sequence[_Lowered], rank: int, slots: Mapping[str, int], probes: int
+) -> SiteRows:
+    """Return the rows of all operations at one site: one for each combination of token choices."""
+    names = ", ".join(lowered.label for lowered in operations)
+    width = operations[0].place.width
+    in_order = sorted(operations, key=lambda lowered: lowered.when)
+    readings = [lowered for lowered in in_order if lowered.row is None]
+    changes = [lowered for lowered in operations if lowered.row is not None]
+    _check_probes_first(readings, changes, names)
+    choices = _distinct_choices(changes)
+    rows: dict[int, tuple[_RowMap, Condition | None]] = {}
+    for combination in _combinations(choices, names):
+        fulfilled = [_TokenChoice(), *(choices[index] for index in combination)]
+        acting = [lowered for lowered in changes if lowered.choice in fulfilled]
+        if acting or readings:
+            code = sum(2**index for index in combination)
+            condition = _common_condition(acting, names)
+            rows[code] = _composed(acting, width, rank, names), condition
     codes = tuple(sorted(rows))
-    room = lambda x: torch.cat([x, x.new_zeros(rank - len(x), *x.shape[1:])])
-    tables = {name: torch.stack([getattr(rows[code], name) for code in codes]) for name in TABLES[:3]}
-    tables |= {name: torch.stack([room(getattr(rows[code], name)) for code in codes]) for name in TABLES[3:]}
+    tables = _edit_tables([rows[code][0] for code in codes], rank)
     if probes:
-        tables |= _condition_rows(reading, [conditions[code] for code in codes], slots, probes, width)
-    return SiteRows(site, tuple(distinct), codes, {name: table.float() for name, table in tables.items()})
+        tables |= _probe_tables(readings, (len(codes), probes, width), slots)
+        tables |= _condition_tables([rows[code][1] for code in codes], slots, probes)
+    tables = {name: table.float() for name, table in tables.items()}
+    return SiteRows(site, tuple(choices), codes, tables)
 
 
-def _met(choices: Sequence[TokenChoice], names: str) -> list[tuple[int, ...]]:
-    """Which choices a token may be of together.
+def _check_probes_first(
+    readings: Sequence[_Lowered], changes: Sequence[_Lowered], names: str
+) -> None:
+    """Check that the probes at one place read before anything is changed there.
 
     Raises:
-        ValueError: too many.
+        ValueError: one of them reads later.
+    """
+    if readings and changes and readings[-1].when > min(lowered.when for lowered in changes):
+        raise ValueError(
+            f"{names}: at one place of an engine a probe reads before anything is changed"
+        )
+
+
+def _edit_tables(maps: Sequence[_RowMap], rank: int) -> dict[str, Tensor]:
+    """Return the tables of edits; unused directions are zero."""
+    tables: dict[str, Tensor] = {}
+    for name in (*_PER_COLUMN, *_PER_DIRECTION):
+        rows = [getattr(row, name) for row in maps]
+        if name in _PER_DIRECTION:
+            rows = [torch.cat([x, x.new_zeros(rank - len(x), *x.shape[1:])]) for x in rows]
+        tables[name] = torch.stack(rows)
+    return tables
+
+
+def _distinct_choices(changes: Sequence[_Lowered]) -> list[_TokenChoice]:
+    """Return the distinct token choices, in order. An edit of all tokens needs no code of its
+    own.
+    """
+    distinct = [_TokenChoice()]
+    for lowered in changes:
+        if lowered.choice not in distinct:  # choices are not hashable
+            distinct.append(lowered.choice)
+    return distinct[1:]
+
+
+def _combinations(choices: Sequence[_TokenChoice], names: str) -> list[tuple[int, ...]]:
+    """Return the combinations of choices that a token may belong to.
+
+    Raises:
+        ValueError: there are too many.
     """
     if len(choices) > _CHOICES:
-        raise ValueError(f"{names}: {len(choices)} choices of tokens at one place of an engine, which takes {_CHOICES}")
-    met: list[tuple[int, ...]] = [()]
+        raise ValueError(
+            f"{names}: {len(choices)} choices of tokens at one place of an engine, which takes"
+            f" {_CHOICES}"
+        )
+    combinations: list[tuple[int, ...]] = [()]
     for new, choice in enumerate(choices):
-        met += [(*held, new) for held in met if all(choices[place].meets(choice) for place in held)]
-        if len(met) > _CODES:
-            raise ValueError(f"{names}: too many choices of tokens can meet at one place of an engine")
-    return met
+        combinations += [
+            (*others, new)
+            for others in combinations
+            if all(choices[other].meets(choice) for other in others)
+        ]
+        if len(combinations) > _CODES:
+            raise ValueError(
+                f"{names}: too many choices of tokens can meet at one place of an engine"
+            )
+    return combinations
 
 
-def _together(maps: Sequence[RowMap], width: int, rank: int, names: str) -> RowMap:
-    """Several maps, one after the other.
+def _common_condition(acting: Sequence[_Lowered], names: str) -> Condition | None:
+    """Return the condition of operations that act on the same token.
 
     Raises:
-        ValueError: no row holds them.
+        ValueError: their conditions differ.
     """
-    if any(made.norm.any() for made in maps[1:]):
+    conditions = dict.fromkeys(lowered.operation.where for lowered in acting)
+    if len(conditions) > 1:
+        raise ValueError(
+            f"{names}: what meets at one token and place of an engine needs the same condition"
+        )
+    return next(iter(conditions), None)
+
+
+def _composed(operations: Sequence[_Lowered], width: int, rank: int, names: str) -> _RowMap:
+    """Compose the maps of several operations, in order.
+
+    Raises:
+        ValueError: no row can hold the result.
+    """
+    maps = [lowered.row for lowered in operations if lowered.row is not None]
+    if any(row.norm.any() for row in maps[1:]):
         raise ValueError(f"{names}: AddScaled can only be the first at one place of an engine")
-    whole = maps[0] if maps else RowMap.of(torch.ones(width, dtype=torch.float64))
+    identity = _RowMap.of(torch.ones(width, dtype=torch.float64))
     try:
-        for made in maps[1:]:
-            whole = whole.then(made)
+        composed = functools.reduce(_RowMap.then, maps[1:], maps[0] if maps else identity)
     except ValueError as error:
         raise ValueError(f"{names}: {error}") from None
-    if len(whole.out) > rank:
-        raise ValueError(f"{names}: {len(whole.out)} directions, and this engine has room for {rank}: Engine(rank=)")
-    return whole
+    if len(composed.out) > rank:
+        raise ValueError(
+            f"{names}: {len(composed.out)} directions, and this engine has room for {rank}:"
+            " Engine(rank=)"
+        )
+    return composed
 
 
-def _condition_rows(
-    reading: Sequence[_Lowered], conditions: Sequence[Condition | None], slots: Mapping[str, int], probes: int,
-    width: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """What the rows of a place read, and ask: the same probes for each, and its own condition.
+def _probe_tables(
+    readings: Sequence[_Lowered], shape: tuple[int, int, int], slots: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Return the probe tables of a place: every row has the same probes.
+
+    Args:
+        readings: the probes at the place.
+        shape: the numbers of rows, probes and columns.
+        slots: the column of each probe's reading, by name.
 
     Raises:
-        ValueError: a probe whose numbers are of another width.
+        ValueError: a probe whose width differs from the activation's.
     """
-    direction, bias, read = torch.zeros(probes, width), torch.zeros(probes), torch.zeros(probes)
-    for its in reading:
-        assert isinstance(its.operation, Probe)
-        slot, columns = slots[its.operation.name], torch.tensor(its.place.columns)
-        given, offset = (torch.as_tensor(getattr(its.operation, name)).float() for name in Probe.numbers)
-        if len(given) != len(columns):
-            raise ValueError(f"{its.shown} has a direction of {len(given)} entries; there are {len(columns)}")
-        direction[slot] = torch.zeros(width).index_copy(0, columns, given)
-        bias[slot], read[slot] = offset, 1.0
-    asks, level = torch.zeros(len(conditions), probes), torch.full((len(conditions),), -torch.inf)
+    directions = torch.zeros(shape)
+    biases = torch.zeros(shape[:2])
+    reads = torch.zeros(shape[:2])
+    for lowered in readings:
+        probe = lowered.operation
+        assert isinstance(probe, Probe)
+        direction, bias = (torch.as_tensor(getattr(probe, name)).float() for name in Probe.numbers)
+        columns = torch.tensor(lowered.place.columns)
+        if len(direction) != len(columns):
+            raise ValueError(
+                f"{lowered.label} has a direction of {len(direction)} entries; there are"
+                f" {len(columns)}"
+            )
+        slot = slots[probe.name]
+        directions[:, slot] = torch.zeros(shape[2]).index_copy(0, columns, direction)
+        biases[:, slot] = bias
+        reads[:, slot] = 1.0
+    return {"probe": directions, "probe_bias": biases, "probes": reads}
+
+
+def _condition_tables(
+    conditions: Sequence[Condition | None], slots: Mapping[str, int], probes: int
+) -> dict[str, Tensor]:
+    """Return the condition tables of a place, with one condition for each row."""
+    asks = torch.zeros(len(conditions), probes)
+    level = torch.full((len(conditions),), -torch.inf)
     for row, where in enumerate(conditions):
         if where is not None:
             sign = 1.0 if where.above else -1.0
-            asks[row, slots[where.probe]], level[row] = sign, sign * where.threshold
-    same = lambda x: x.expand(len(conditions), *x.shape).contiguous()
-    return {"probe": same(direction), "probe_bias": same(bias), "probes": same(read), "asks": asks, "level": level}
+            asks[row, slots[where.probe]] = sign
+            level[row] = sign * where.threshold
+    return {"asks": asks, "level": level}
+
+
+# --------------------------------------------------------------------------------------------------
+# Edits on their way to the worker.
+# --------------------------------------------------------------------------------------------------
 
 
 def packed(edits: Sequence[EngineEdit]) -> tuple[str, bytes]:
-    """Edits as they are sent to another process: JSON, and tensors as safetensors. Nothing in them is ever run."""
-    said: list[object] = []
+    """Serialise edits for another process, as JSON and safetensors. No code is executed when they
+    are read.
+    """
+    listing: list[object] = []
     tensors: dict[str, Tensor] = {}
     for number, edit in enumerate(edits):
-        sites = []
+        sites: list[object] = []
         for place, site in enumerate(edit.sites):
-            choices = []
-            for choice in site.choices:
-                index = choice.positions
-                kept = [index.start, index.stop, index.step] if isinstance(index, slice) else index
-                choices.append([isinstance(index, slice), kept, choice.part, choice.from_step])
-            sites.append([site.site, choices, site.codes])
+            sites.append([site.site, list(map(_choice_as_json, site.choices)), site.codes])
             tensors |= {f"{number}.{place}.{name}": table for name, table in site.tables.items()}
-        said.append([edit.key, sites])
-    return json.dumps(said), bytes_of(tensors)
+        listing.append([edit.key, sites])
+    return json.dumps(listing), bytes_of(tensors)
 
 
-def unpacked(said: str, data: bytes) -> list[EngineEdit]:
-    """The other way."""
-    tensors, edits = tensors_of(data), []
-    for number, (key, sites) in enumerate(json.loads(said)):
-        made = []
+def unpacked(listing: str, data: bytes) -> list[EngineEdit]:
+    """Deserialise edits; the inverse of `packed`."""
+    tensors = tensors_of(data)
+    edits = []
+    for number, (key, sites) in enumerate(json.loads(listing)):
+        rows = []
         for place, (site, choices, codes) in enumerate(sites):
-            kept = [
-                TokenChoice(slice(*index) if ranged else None if index is None else tuple(index), part, step)
-                for ranged, index, part, step in choices
-            ]
-            known = [name for name in (*TABLES, *CONDITIONS) if f"{number}.{place}.{name}" in tensors]
-            tables = {name: tensors[f"{number}.{place}.{name}"] for name in known}
-            made.append(SiteRows(site, tuple(kept), tuple(codes), tables))
-        edits.append(EngineEdit(key, tuple(made)))
+            prefix = f"{number}.{place}."
+            tables = {name: tensors[prefix + name] for name in _TABLES if prefix + name in tensors}
+            choices = tuple([_choice_from_json(choice) for choice in choices])
+            rows.append(SiteRows(site, choices, tuple(codes), tables))
+        edits.append(EngineEdit(key, tuple(rows)))
     return edits
+
+
+def _choice_as_json(choice: _TokenChoice) -> list[object]:
+    positions = choice.positions
+    if isinstance(positions, slice):
+        return [
+            True,
+            [positions.start, positions.stop, positions.step],
+            choice.part,
+            choice.from_step,
+        ]
+    return [False, positions, choice.part, choice.from_step]
+
+
+def _choice_from_json(choice: list[Any]) -> _TokenChoice:
+    is_slice, positions, part, step = choice
+    if is_slice:
+        return _TokenChoice(slice(*positions), part, step)
+    return _TokenChoice(None if positions is None else tuple(positions), part, step)

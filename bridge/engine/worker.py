@@ -1,8 +1,9 @@
-"""In the engine's process: hook points in the tree before it is compiled, and for each pass, whose tokens are whose.
+"""The engine's worker: hook points in the module tree, and the rows of each token before a pass.
 
-In the forward nothing is done for each request. At a placed site every token has the number of a row (0: nothing is
-done), and all tokens are changed at once by what the tables say of their rows; then the tensor is copied into a buffer.
-Before a pass the numbers are filled in from the requests that it holds; after it, what was asked for is taken out.
+The forward contains no code per request. At each placed site every token has a row number (0: no
+edit); all tokens are edited at once from the tables of their rows, and the result is copied into a
+buffer. Before a pass the row numbers are filled in from its requests; after it, the captured
+activations are read from the buffers.
 """
 
 from __future__ import annotations
@@ -20,45 +21,58 @@ from adapters.views import Args, Kwargs
 from bridge.engine import insides
 from bridge.engine.tables import SiteRows, unpacked
 
+#: For each request's number and sample: the captured activations by hook point, each with the
+#: position of its first token.
 Captures = dict[tuple[int, int], dict[str, list[tuple[int, Tensor]]]]
 
 
-class EngineSite:
-    """A module's input or output in the engine: tables of edits, each token's row, a buffer of what passed.
+class _EngineSite:
+    """A module's input or output in the engine: tables of edits, a row number per token, and a
+    capture buffer.
 
-    All are buffers of the module, so that they are part of what is compiled.
+    All of these are buffers of the module, so that they are part of the compiled graph.
 
     Args:
         module: the module.
-        kind: ``"input"``, ``"output"``, or ``"attention"``: what its kernel is given.
-        key: the name of an input, or the place in a tuple; None: the first. Of a kernel, ``"q"`` or ``"k"``.
-        through: an edit is written into the tensor itself, which others hold, too.
-        width: how many columns the tensor has.
-        room: the numbers of rows, directions, tokens.
-        like: a tensor of the model's type and device.
-        counts: the tensor holds whole numbers, which are kept, and not changed.
-        readings: what probes read of each token, of all sites; None: there are none.
+        point: the worker's description of the hook point: kind, key, through, counts. Its kind is
+            ``"input"``, ``"output"``, or ``"attention"`` (the arguments of its kernel). Its key is
+            the name of an input, or the index in a tuple; None: the first. For a kernel, ``"q"`` or
+            ``"k"``.
+        width: the number of columns of the tensor.
+        room: the numbers of rows, directions and tokens.
+        like: a tensor with the model's dtype and device.
+        readings: the buffer of probe readings per token, shared by all sites; None without probes.
+
+    Attributes:
+        through: whether edits are written into the tensor in place, because other modules hold it
+            too.
+        counts: whether the tensor holds integers, which can be captured but not edited.
+        editing, keeping: whether to edit and to capture. They are set while the pass is traced; in
+            eager mode the worker sets them before each pass.
     """
 
     def __init__(
-        self, module: nn.Module, kind: str, key: int | str | None, through: bool, width: int,
-        room: tuple[int, int, int], like: Tensor, counts: bool, readings: Tensor | None,
-    ) -> None:  # fmt: skip
-        rows, rank, tokens = room
-        self.probing, self.counts = readings is not None, counts
-        self.module, self.tag, self.key, self.through = module, f"_bridge_{kind}_{key}", key, through
-        self.editing = self.keeping = True  # while the pass is traced; eager ones are told each time
-        tables = {"scale": like.new_ones(rows, width), "add": like.new_zeros(rows, width)}
-        tables |= {"norm": like.new_zeros(rows, width), "kept": like.new_zeros(tokens, width)}
-        if counts:
+        self,
+        module: nn.Module,
+        point: Mapping[str, Any],
+        width: int,
+        room: tuple[int, int, int],
+        like: Tensor,
+        readings: Tensor | None,
+    ) -> None:
+        kind = point["kind"]
+        self.key = point["key"]
+        self.module = module
+        self.tag = f"_bridge_{kind}_{self.key}"
+        self.through = point.get("through", False)
+        self.counts = point.get("counts", False)
+        self.probing = readings is not None
+        self.editing = self.keeping = True
+        tables = _tables(width, room, like)
+        if self.counts:
             tables["kept"] = tables["kept"].long()
-        tables |= {"out": like.new_zeros(rows, rank, width), "read": like.new_zeros(rows, rank, width)}
-        tables |= {"bias": like.new_zeros(rows, rank), "threshold": like.new_zeros(rows, rank)}
-        tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
         if readings is not None:
-            tables |= {"readings": readings, "probe": like.new_zeros(rows, readings.shape[1], width)}
-            tables |= {name: readings.new_zeros(rows, readings.shape[1]) for name in ("probe_bias", "probes", "asks")}
-            tables["level"] = readings.new_full((rows,), -torch.inf)
+            tables |= _probe_tables(width, room[0], like, readings)
         for name, table in tables.items():
             module.register_buffer(f"{self.tag}_{name}", table, persistent=False)
         if kind == "input":
@@ -66,64 +80,108 @@ class EngineSite:
         elif kind == "output":
             module.register_forward_hook(self._after)
         else:
-            insides.around_attention(module, str(key), self._seen)
+            insides.around_attention(module, self.key, self.see)
 
     def table(self, name: str) -> Tensor:
-        """One of its buffers."""
-        found: Tensor = getattr(self.module, f"{self.tag}_{name}")
-        return found
+        """Return one of its buffers."""
+        table: Tensor = getattr(self.module, f"{self.tag}_{name}")
+        return table
 
     def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         if args:
-            return (self._seen(args[0]), *args[1:]), kwargs
+            return (self.see(args[0]), *args[1:]), kwargs
         name = self.key if isinstance(self.key, str) else next(iter(kwargs))
-        return args, {**kwargs, name: self._seen(kwargs[name])}
+        return args, {**kwargs, name: self.see(kwargs[name])}
 
     def _after(self, module: nn.Module, args: Args, out: Any) -> Any:
         if isinstance(out, Tensor):
-            return self._seen(out)
-        place = self.key if isinstance(self.key, int) else 0
-        return tuple([self._seen(x) if at == place else x for at, x in enumerate(out)])
+            return self.see(out)
+        index = self.key if isinstance(self.key, int) else 0
+        return tuple([self.see(x) if place == index else x for place, x in enumerate(out)])
 
-    def _seen(self, x: Tensor) -> Tensor:
-        """What becomes of the tensor ``[..., token, column]`` of a pass."""
-        tokens = x.shape[-2]
+    def see(self, x: Tensor) -> Tensor:
+        """Return the tensor ``[..., token, column]`` with which the pass continues: edited, and
+        copied into the capture buffer.
+        """
         if self.editing and not self.counts:
-            row = self.table("row")[:tokens]
-            long = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).to(x.dtype)
-            new = x * self.table("scale")[row] + self.table("add")[row] + self.table("norm")[row] * long
-            along = (x.unsqueeze(-2) * self.table("read")[row]).sum(-1) + self.table("bias")[row]
-            along = torch.where(along > self.table("threshold")[row], along, 0.0)
-            new = new + (along.unsqueeze(-1) * self.table("out")[row]).sum(-2)
-            acts = row > 0
-            if self.probing:
-                acts = acts & self._holds(x, row)
-            new = torch.where(acts.unsqueeze(-1), new, x)  # bit by bit what it was, whatever it was
+            new = self._edited(x)
             x = x.copy_(new) if self.through else new
         if self.keeping:
+            tokens = x.shape[-2]
             self.table("kept")[:tokens].copy_(x.reshape(tokens, x.shape[-1]))
         return x
 
+    def _edited(self, x: Tensor) -> Tensor:
+        """Return a tensor with each token edited by its row."""
+        row = self.table("row")[: x.shape[-2]]
+        per_token = lambda name: self.table(name)[row]
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        length = length.to(x.dtype)
+        new = x * per_token("scale") + per_token("add") + per_token("norm") * length
+        readings = (x.unsqueeze(-2) * per_token("read")).sum(-1) + per_token("bias")
+        active = torch.where(readings > per_token("threshold"), readings, 0.0)
+        new = new + (active.unsqueeze(-1) * per_token("out")).sum(-2)
+        is_edited = row > 0
+        if self.probing:
+            is_edited = is_edited & self._holds(x, row)
+        # Tokens without an edit stay bit-identical, NaN included
+        return torch.where(is_edited.unsqueeze(-1), new, x)
+
     def _holds(self, x: Tensor, row: Tensor) -> Tensor:
-        """Notes what probes read of tokens, and says for which of them the condition of their row holds."""
+        """Store the probe readings of tokens, and return the tokens for which their row's condition
+        holds.
+        """
+        per_token = lambda name: self.table(name)[row]
         readings = self.table("readings")[: len(row)]
-        read = (x.reshape(len(row), 1, -1) * self.table("probe")[row]).sum(-1).float() + self.table("probe_bias")[row]
-        readings.copy_(torch.where(self.table("probes")[row] > 0, read, readings))
-        asks = self.table("asks")[row]  # what is not asked for may be no number
-        return torch.where(asks != 0, readings * asks, 0.0).sum(-1) > self.table("level")[row]
+        products = x.reshape(len(row), 1, -1) * per_token("probe")
+        new = products.sum(-1).float() + per_token("probe_bias")
+        readings.copy_(torch.where(per_token("probes") > 0, new, readings))
+        asks = per_token("asks")  # an unused reading may be NaN
+        return torch.where(asks != 0, readings * asks, 0.0).sum(-1) > per_token("level")
+
+
+def _tables(width: int, room: tuple[int, int, int], like: Tensor) -> dict[str, Tensor]:
+    """Return the tables of a site without edits, its row numbers and its capture buffer."""
+    rows, rank, tokens = room
+    shapes = {
+        "add": (rows, width),
+        "norm": (rows, width),
+        "kept": (tokens, width),
+        "out": (rows, rank, width),
+        "read": (rows, rank, width),
+        "bias": (rows, rank),
+        "threshold": (rows, rank),
+    }
+    tables = {name: like.new_zeros(shape) for name, shape in shapes.items()}
+    tables["scale"] = like.new_ones(rows, width)
+    tables["row"] = torch.zeros(tokens, dtype=torch.long, device=like.device)
+    return tables
+
+
+def _probe_tables(width: int, rows: int, like: Tensor, readings: Tensor) -> dict[str, Tensor]:
+    """Return the tables of a site's probes and conditions."""
+    probes = readings.shape[1]
+    names = ("probe_bias", "probes", "asks")
+    tables = {name: readings.new_zeros(rows, probes) for name in names}
+    tables["readings"] = readings
+    tables["probe"] = like.new_zeros(rows, probes, width)
+    tables["level"] = readings.new_full((rows,), -torch.inf)
+    return tables
 
 
 class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
-    """vLLM's worker, with hook points in its model: where they are in its tree, and what was asked of each request."""
+    """vLLM's worker, with hook points in its module tree and the captures and edits of each
+    request.
+    """
 
     def load_model(self, **options: Any) -> None:
-        """Loads the model, and places the hook points before anything is compiled."""
+        """Load the model, and place the hook points before compilation."""
         config = self.vllm_config.additional_config["bridge"]
         insides.repair(self.vllm_config.model_config.hf_config, config["routers"])
         super().load_model(**options)
         self.bridge_compiled = insides.is_compiled(self.model_runner)
-        self.bridge_sites: list[EngineSite] = []
-        self.bridge_found: dict[str, dict[str, object]] = {}
+        self.bridge_sites: list[_EngineSite] = []
+        self.bridge_found: dict[str, dict[str, Any]] = {}
         self.bridge_columns: dict[str, tuple[int, Tensor]] = {}
         self.bridge_edits: dict[str, list[tuple[SiteRows, int]]] = {}
         self.bridge_captures: Captures = {}
@@ -131,68 +189,73 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         self._bridge_place(config)
 
     def _bridge_place(self, config: Mapping[str, Any]) -> None:
-        """Puts the hook points into the tree.
+        """Place the hook points in the module tree.
 
         Args:
-            config: of the points, by name: path, kind, key, through, width, columns, counts; and ``rows``, ``rank``,
-                ``probes``, ``routers``.
+            config: the hook points, by name: path, kind, key, through, width, columns, counts; and
+                ``rows``, ``rank``, ``probes``, ``routers``.
         """
         runner = self.model_runner
         room = (config["rows"] + 1, config["rank"], runner.max_num_tokens)
         like = next(runner.model.parameters()).detach().new_zeros(0, dtype=runner.dtype)
-        probes, readings = config["probes"], None
-        if probes:
-            readings = torch.zeros(runner.max_num_tokens, probes, device=like.device)
-        known: dict[tuple[nn.Module, str, object], int] = {}
+        readings = None
+        if config["probes"]:
+            readings = torch.zeros(runner.max_num_tokens, config["probes"], device=like.device)
+        numbers: dict[tuple[nn.Module, str, int | str | None], int] = {}
         for name, point in config["points"].items():
-            found = insides.found_in(runner.model, point["path"])
-            if found is None or (point["kind"] == "input" and found[2] is not None):
-                self.bridge_found[name] = {"refused": f"the engine's tree has no module {point['path']}"}
+            placed = self._bridge_placed(point)
+            if isinstance(placed, str):
+                self.bridge_found[name] = {"refused": placed}
                 continue
-            module, offset, wide = found
-            if insides.is_shared_out(module, point["kind"]):
-                self.bridge_found[name] = {"refused": f"several processes share the columns of {point['path']}"}
-                continue
-            if point["kind"] == "attention":
-                kernel = insides.kernel_of(module)
-                if isinstance(kernel, str):
-                    self.bridge_found[name] = {"refused": kernel}
-                    continue
-                width = math.prod(kernel[point["key"]])
-                point = {
-                    **point,
-                    "through": False,
-                    "columns": range(width),
-                    "shape": kernel[point["key"]],
-                    "counts": False,
-                }
-            else:
-                kernel, width = None, wide or point["width"]
-            at = (module, point["kind"], point["key"])
-            if at not in known:
-                known[at] = len(self.bridge_sites)
-                self.bridge_sites.append(
-                    EngineSite(*at, point["through"], width, room, like, point["counts"], readings)
-                )
-            columns = [column + offset for column in point["columns"]]
-            self.bridge_columns[name] = known[at], torch.tensor(columns, device=like.device)
-            place = {"site": known[at], "width": width, "columns": columns, "shape": point["shape"]}
-            self.bridge_found[name] = {**place, "counts": point["counts"], "kernel": kernel}
+            module, place = placed
+            site = (module, point["kind"], point["key"])
+            if site not in numbers:
+                numbers[site] = len(self.bridge_sites)
+                new = _EngineSite(module, point, place["width"], room, like, readings)
+                self.bridge_sites.append(new)
+            columns = torch.tensor(place["columns"], device=like.device)
+            self.bridge_columns[name] = numbers[site], columns
+            self.bridge_found[name] = {"site": numbers[site], **place}
         insides.around_passes(runner, self._bridge_begin, self._bridge_end)
 
-    def bridge_places(self) -> dict[str, dict[str, object]]:
-        """Where each hook point is, or why it is not."""
+    def _bridge_placed(self, point: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]] | str:
+        """Return a hook point's module and the location of its activation there, or the reason why
+        it is refused.
+        """
+        path = point["path"]
+        kind = point["kind"]
+        location = insides.find_module(self.model_runner.model, path)
+        if location is None or (kind == "input" and location[2] is not None):
+            return f"the engine's tree has no module {path}"
+        module, offset, total = location
+        if insides.is_sharded(module, kind):
+            return f"several processes share the columns of {path}"
+        kernel = None
+        width = total or point.get("width", 0)
+        if kind == "attention":
+            kernel = insides.kernel_of(module)
+            if isinstance(kernel, str):
+                return kernel
+            shape = kernel[point["key"]]
+            width = math.prod(shape)
+            point = {"columns": range(width), "shape": shape, "counts": False}
+        columns = [column + offset for column in point["columns"]]
+        place = {"width": width, "columns": columns, "shape": point["shape"]}
+        return module, {**place, "counts": point["counts"], "kernel": kernel}
+
+    def bridge_places(self) -> dict[str, dict[str, Any]]:
+        """Return where each hook point is placed, or why it is not."""
         return self.bridge_found
 
-    def bridge_edit(self, said: str, data: bytes) -> None:
-        """Fills the tables with the rows of some edits; those before are forgotten.
+    def bridge_edit(self, listing: str, data: bytes) -> None:
+        """Fill the tables with the rows of some edits, replacing all earlier ones.
 
         Args:
-            said, data: see `packed`.
+            listing, data: see `packed`.
         """
         self.bridge_edits = {}
         free = [1] * len(self.bridge_sites)
-        for edit in unpacked(said, data):
+        for edit in unpacked(listing, data):
             rows = []
             for site in edit.sites:
                 begin = free[site.site]
@@ -203,42 +266,47 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
             self.bridge_edits[edit.key] = rows
 
     def _bridge_begin(self) -> list[insides.Span]:
-        """Says of each token of the pass which rows it has."""
+        """Set the row numbers of each token of the pass."""
         spans = insides.spans_of(self.model_runner)
         insides.zero_begun_blocks(self.model_runner, spans, self.bridge_edited_blocks)
-        total = spans[-1].end if spans else 0
-        rows: dict[int, Tensor] = {}
-        for span in spans:
-            # A server may have put others into the tables since: then this pass of it is nobody's any more.
-            for at, begin in self.bridge_edits.get(span.ticket.get("edit", ""), ()):
-                row = rows.setdefault(at.site, torch.zeros(total, dtype=torch.long))
-                code = torch.zeros(span.end - span.begin, dtype=torch.long)
-                for place, choice in enumerate(at.choices):
-                    code += choice.mask(span.first, len(code), span.prompt).long() * 2**place
-                codes = torch.tensor(at.codes)
-                found = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
-                row[span.begin : span.end] = torch.where(codes[found] == code, found + begin, 0)
-        asked = {self.bridge_columns[name][0] for span in spans for name in span.ticket.get("capture", ())}
+        rows = self._bridge_rows(spans)
+        captured = {self.bridge_columns[name][0] for span in spans for name in span.captures}
         for number, site in enumerate(self.bridge_sites):
             if self.bridge_compiled or site.editing:
                 site.table("row").zero_()
             if number in rows:
-                site.table("row")[:total].copy_(rows[number])
+                row = rows[number]
+                site.table("row")[: len(row)].copy_(row)
             if not self.bridge_compiled:
-                site.editing, site.keeping = number in rows, number in asked
+                site.editing = number in rows
+                site.keeping = number in captured
         return spans
 
-    def _bridge_end(self, spans: Sequence[insides.Span]) -> None:
-        """Takes what was asked for out of the buffers."""
+    def _bridge_rows(self, spans: Sequence[insides.Span]) -> dict[int, Tensor]:
+        """Return the row number of each token of a pass, by the number of the edited site."""
+        total = spans[-1].end if spans else 0
+        rows: dict[int, Tensor] = {}
         for span in spans:
-            for name in span.ticket.get("capture", ()):
+            # A server may have filled the tables with other edits since; then nobody waits for the
+            # result of this pass.
+            for site, begin in self.bridge_edits.get(span.ticket.get("edit", ""), ()):
+                row = rows.setdefault(site.site, torch.zeros(total, dtype=torch.long))
+                row[span.begin : span.end] = _row_numbers(site, begin, span)
+        return rows
+
+    def _bridge_end(self, spans: Sequence[insides.Span]) -> None:
+        """Copy the captured activations out of the buffers."""
+        for span in spans:
+            for name in span.captures:
                 site, columns = self.bridge_columns[name]
-                kept = self.bridge_sites[site].table("kept")[span.begin : span.end].index_select(-1, columns).cpu()
-                parts = self.bridge_captures.setdefault((span.ticket["number"], span.sample), {}).setdefault(name, [])
-                parts.append((span.first, kept))
+                kept = self.bridge_sites[site].table("kept")[span.begin : span.end]
+                x = kept.index_select(-1, columns).cpu()
+                request = (span.ticket["number"], span.sample)
+                captures = self.bridge_captures.setdefault(request, {})
+                captures.setdefault(name, []).append((span.first, x))
 
     def bridge_weights(self) -> str:
-        """A hash of all parameters, by name."""
+        """Return a hash of all parameters, by name."""
         total = hashlib.sha256()
         for name, parameter in self.model_runner.model.named_parameters():
             data = parameter.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
@@ -247,18 +315,47 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         return total.hexdigest()
 
     def bridge_take(self, numbers: Sequence[int]) -> bytes:
-        """What was captured of requests, as safetensors: ``number/sample/name -> [pos column]``, from the first on.
+        """Return the captures of requests as safetensors: ``number/sample/name -> [pos column]``,
+        from the first position on.
 
         Args:
-            numbers: of their tickets.
+            numbers: the numbers of their tickets.
         """
-        found = {}
-        for asked, sample in [key for key in self.bridge_captures if key[0] in numbers]:
-            for name, parts in self.bridge_captures.pop((asked, sample)).items():
-                one = parts[0][1]
-                nothing = torch.nan if one.is_floating_point() else -1
-                whole = one.new_full((max(first + len(x) for first, x in parts), one.shape[-1]), nothing)
-                for first, x in parts:  # what was computed again, after it was preempted, stands last
-                    whole[first : first + len(x)] = x
-                found[f"{asked}/{sample}/{name}"] = whole
-        return bytes_of(found)
+        captured = {}
+        for number, sample in [key for key in self.bridge_captures if key[0] in numbers]:
+            for name, parts in self.bridge_captures.pop((number, sample)).items():
+                captured[f"{number}/{sample}/{name}"] = _joined(parts)
+        return bytes_of(captured)
+
+
+def _row_numbers(site: SiteRows, begin: int, span: insides.Span) -> Tensor:
+    """Return the row number of each token of a request at a site; 0: no edit.
+
+    Args:
+        site: the request's rows.
+        begin: the number of the first of them.
+        span: the request's tokens.
+    """
+    length = span.end - span.begin
+    code = torch.zeros(length, dtype=torch.long)
+    for bit, choice in enumerate(site.choices):
+        code += choice.mask(span.first, length, span.prompt).long() * 2**bit
+    codes = torch.tensor(site.codes)
+    index = torch.searchsorted(codes, code).clamp(max=len(codes) - 1)
+    return torch.where(codes[index] == code, index + begin, 0)
+
+
+def _joined(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Return the captures of several passes as one activation; entries that no pass computed are
+    NaN, or -1.
+
+    Args:
+        parts: for each pass, the position of its first token, and the activation.
+    """
+    _, example = parts[0]
+    missing = torch.nan if example.is_floating_point() else -1
+    length = max(first + len(x) for first, x in parts)
+    joined = example.new_full((length, example.shape[-1]), missing)
+    for first, x in parts:  # after preemption tokens are computed again; the last value counts
+        joined[first : first + len(x)] = x
+    return joined

@@ -1,4 +1,4 @@
-"""Programs in other runtimes: `torch.export`, ONNX, ExecuTorch, OpenVINO, through transformers' exporters."""
+"""Programs in other runtimes: `torch.export`, ONNX, ExecuTorch, OpenVINO."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Exporting a program."""
+"""Export a program."""
 
 from __future__ import annotations
 
@@ -17,77 +17,89 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from adapters.imports import ExportedModel, HfExporter, decompose_for_generation
 from adapters.observe.observe import SeesAttention, Watch
 from adapters.views import Args, Kwargs
-from adapters.views.attention import KernelArguments
-from bridge.export.formats import Example, Format, check_can_take, example_of, for_executorch, format_of
-from bridge.taps.taps import PatchedFunction, calling_instead
+from adapters.views.heads import KernelArguments
+from bridge.export.formats import (
+    Example,
+    Format,
+    check_can_take,
+    example_of,
+    for_executorch,
+    format_of,
+)
+from bridge.taps.taps import INSTEAD, PatchedFunction
 from bridge.version import __version__
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention while a program is traced for another runtime.
 #
-# transformers' exporters put a function of their own in the place of `scaled_dot_product_attention`, which turns
-# masks of truth values into numbers to be added. A query that may attend to nothing (padding in front) then attends
-# to everything alike, while torch's kernel gives it zero, and a pattern would be another one. What comes before their
-# function shows the call to the taps of the program as the model made it, and puts the zeros back. It does so in the
-# context that traces, and in no other: a thread that calls attention meanwhile calls what was there.
-# ----------------------------------------------------------------------------------------------------------------------
+# transformers' exporters replace `scaled_dot_product_attention` with a function that converts
+# boolean masks to additive ones. A query with nothing to attend to (left-padded) then attends to
+# everything alike, while torch's kernel returns zero, so the pattern would differ. Our wrapper
+# shows the original call to the program's taps and restores the zeros. It is active only in the
+# context that traces: another thread that calls attention meanwhile calls the original function.
+# --------------------------------------------------------------------------------------------------
 
 
 _NAME = "scaled_dot_product_attention"
 
 
-#: What sees the attention that a tapped module is computing now, if any does.
-UnderWay = Callable[[], SeesAttention | None]
-
-
 @contextmanager
-def attention_as_called(under_way: UnderWay) -> Iterator[None]:
-    """While the body of a ``with`` statement runs, its calls of attention are seen as the model makes them.
+def attention_as_called(under_way: Callable[[], SeesAttention | None]) -> Iterator[None]:
+    """Show taps the attention calls that the model makes inside the ``with`` statement, before
+    exporters change them.
 
     Args:
-        under_way: finds what sees them.
+        under_way: returns the watch on the attention that a tapped module is currently computing,
+            if any.
     """
 
     def instead(own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> object:
         if name != _NAME:
             return own(*args, **kwargs)
-        given, watch = KernelArguments(*args, **kwargs), under_way()
+        arguments = KernelArguments(*args, **kwargs)
         kernel = _with_zeros(own)
-        return given.of(kernel) if watch is None else watch.scaled_dot_product(kernel, given)
+        watch = under_way()
+        if watch is None:
+            return arguments.of(kernel)
+        return watch.scaled_dot_product(kernel, arguments)
 
-    patched = PatchedFunction.install(vars(functional), _NAME)
+    restore = PatchedFunction.install(vars(functional), _NAME, instead)
+    before = INSTEAD.set(instead)
     try:
-        with calling_instead(instead):
-            yield
+        yield
     finally:
-        patched.uninstall()
+        INSTEAD.reset(before)
+        restore()
 
 
 def _with_zeros(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Their function, whose result is zero where a query attends to nothing."""
+    """Wrap the exporters' function so that queries with nothing to attend to give zero."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
-        made = theirs(query, key, value, mask, *args, **kwargs)
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            attends = mask.to(made.dtype).sum(-1, keepdim=True) > 0
-            made = torch.where(attends, made, torch.zeros((), dtype=made.dtype, device=made.device))
-        return made
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        z = theirs(query, key, value, mask, *args, **kwargs)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            return z
+        attends = mask.to(z.dtype).sum(-1, keepdim=True) > 0
+        zero = torch.zeros((), dtype=z.dtype, device=z.device)
+        return torch.where(attends, z, zero)
 
     return attend
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The module that is given to transformers' exporters.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The module that transformers' exporters receive.
+# --------------------------------------------------------------------------------------------------
 
 
-class Exportable(Protocol):
-    """A program, as export needs it.
+class _Exportable(Protocol):
+    """The interface of a program that export needs.
 
     Attributes:
         model: the module objects.
         inputs: an example of each declared input.
-        captured, changed: names of hook points.
+        captured, changed: the names of hook points.
     """
 
     model: nn.Module
@@ -96,43 +108,46 @@ class Exportable(Protocol):
 
     @property
     def axes(self) -> dict[str, str]:
-        """The axes of what it captures, by name."""
+        """Return the axes of the captured activations, by name."""
 
     @property
     def one_by_one(self) -> bool:
-        """Numbers of rows depend on the values."""
+        """Tell whether experts run one after the other, with row counts that depend on the
+        values."""
 
     def attention_under_way(self) -> SeesAttention | None:
-        """What sees the attention that a tapped module is computing now."""
+        """Return the watch on the attention that a tapped module is currently computing."""
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The hook points with interventions."""
+        """Return the hook points with interventions."""
 
     @property
     def core(self) -> PreTrainedModel:
-        """The Hugging Face model among the module objects."""
+        """Return the Hugging Face model among the module objects."""
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Its configuration."""
+        """Return the model's configuration."""
 
     def generating(self, inputs: Mapping[str, object]) -> PreTrainedModel:
-        """What runs it in `generate`."""
+        """Return a model that runs the program in `generate`."""
 
-    def run_lowered(self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], given: Example) -> Example:
-        """The run itself."""
+    def run_lowered(
+        self, input_ids: Tensor | None, inputs: Mapping[str, Tensor], arguments: Example, /
+    ) -> Example:
+        """Run the program."""
 
 
-class NamedArguments(nn.Module):
-    """A program whose every argument has a name, and nothing else of the program.
+class _NamedArguments(nn.Module):
+    """A program as a module with only named arguments and no other state.
 
     Args:
         program: the program.
-        format: the name of the format that it is traced for.
+        format: the name of the export format.
     """
 
-    def __init__(self, program: Exportable, format: str) -> None:
+    def __init__(self, program: _Exportable, format: str) -> None:
         super().__init__()
         self.model = program.model
         self.config = program.config
@@ -140,74 +155,46 @@ class NamedArguments(nn.Module):
         self._run, self._declared, self._format = program.run_lowered, tuple(program.inputs), format
         self._attention = program.attention_under_way
 
-    def forward(self, **given: Any) -> Example:
-        """Runs the program."""
-        inputs = {name: given.pop(name) for name in self._declared}
-        tokens = given.pop("input_ids", None)
+    def forward(self, **arguments: Any) -> Example:
+        """Run the program."""
+        inputs = {name: arguments.pop(name) for name in self._declared}
+        tokens = arguments.pop("input_ids", None)
         if self._format == "dynamo":  # attention stays torch's own
-            return self._run(tokens, inputs, given)
+            return self._run(tokens, inputs, arguments)
         others = Watch.calling(for_executorch) if self._format == "executorch" else nullcontext()
         with attention_as_called(self._attention), others:
-            return self._run(tokens, inputs, given)
+            return self._run(tokens, inputs, arguments)
 
 
-@contextmanager
-def restoring_model(core: PreTrainedModel, experts: str | None) -> Iterator[None]:
-    """Puts back what exporters change in a model: its mode, what wants gradients, how experts are computed.
-
-    Args:
-        core: the Hugging Face model among a program's module objects.
-        experts: how experts are to be computed meanwhile; None: as they are.
-    """
-    wanted = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
-    before: Any = core.get_experts_implementation()
-    settable = experts is not None and core._can_set_experts_implementation()
-    try:
-        if settable and experts is not None:
-            core.set_experts_implementation(experts)
-        with torch.no_grad():
-            yield
-    finally:
-        if settable:
-            core.set_experts_implementation(before)
-        for parameter, wants in wanted:
-            parameter.requires_grad_(wants)
-
-
-#: Where in an export's metadata ours is.
+#: The key of our entry in an export's metadata.
 KEY = "transformer_bridge"
 
 
 def export_program(
-    program: Exportable,
+    program: _Exportable,
     example: Tensor | Mapping[str, object],
     format: str,
     dynamic: bool,
     path: str | Path | None,
     options: Example,
 ) -> ExportedModel:
-    """A program for another runtime; see `Program.export`.
+    """Export a program to another runtime; see `Program.export`.
 
     Args:
         program: the program.
-        example, format, dynamic, path, options: as there.
+        example, format, dynamic, path, options: as for `Program.export`.
     """
-    found = format_of(format)
-    check_can_take(found, program.core, program.one_by_one, options)
-    exporter = found.exporter()
+    chosen, exporter = _exporter(program, format, options)
     arguments, shapes = example_of(example, program.inputs, dynamic)
-    config = _config(exporter, found, {"dynamic": dynamic, **shapes, **options})
-    with restoring_model(program.core, _experts(found)), _suggesting_other_formats(found, program.core):
-        traced: Any = NamedArguments(program, found.name)  # what exporters say they take is a PreTrainedModel
+    config = _config(exporter, chosen, {"dynamic": dynamic, **shapes, **options})
+    with _restoring_model(program.core, chosen):
+        traced: Any = _NamedArguments(program, format)  # exporters declare a PreTrainedModel
         exported = exporter.export(traced, arguments, config)
-    _describe(exported, program, found)
-    if path is not None:
-        exported.save_pretrained(path)
-    return exported
+    return _described(exported, program, chosen, path)
 
 
 def export_for_generation(
-    program: Exportable,
+    program: _Exportable,
     example: Tensor | Mapping[str, object],
     format: str,
     dynamic: bool,
@@ -216,55 +203,61 @@ def export_for_generation(
     multi_token_decode: bool,
     options: Example,
 ) -> ExportedModel:
-    """A program for another runtime, for the prompt and for one token more; see `Program.export_for_generation`.
+    """Export a program to another runtime, for the prompt and for each further token; see
+    `Program.export_for_generation`.
 
     Args:
         program: the program.
-        example, format, dynamic, path, generation_config, multi_token_decode, options: as there.
+        example, format, dynamic, path, generation_config, multi_token_decode, options: as for
+            `Program.export_for_generation`.
     """
-    found = format_of(format)
-    check_can_take(found, program.core, program.one_by_one, options)
-    exporter = found.exporter()
+    chosen, exporter = _exporter(program, format, options)
     arguments, _ = example_of(example, {}, dynamic)
-    config = _config(exporter, found, {"dynamic": dynamic, **options})
+    config = _config(exporter, chosen, {"dynamic": dynamic, **options})
     components = {}
-    with restoring_model(program.core, _experts(found)), _suggesting_other_formats(found, program.core):
+    with _restoring_model(program.core, chosen):
         steps = decompose_for_generation(
             program.generating(program.inputs), arguments, generation_config, multi_token_decode
         )
-        for name, (_, given) in steps.items():
-            traced: Any = NamedArguments(program, found.name)
-            made = exporter.export(traced, given | program.inputs, config)
-            components[name] = made.components["model"]
+        for name, (_, step_arguments) in steps.items():
+            traced: Any = _NamedArguments(program, format)
+            step = exporter.export(traced, step_arguments | program.inputs, config)
+            components[name] = step.components["model"]
     exported = ExportedModel(
-        components, exporter.export_format, program.config, generation_config or program.core.generation_config
+        components,
+        exporter.export_format,
+        program.config,
+        generation_config or program.core.generation_config,
     )
-    _describe(exported, program, found)
-    if path is not None:
-        exported.save_pretrained(path)
-    return exported
+    return _described(exported, program, chosen, path)
+
+
+def _exporter(program: _Exportable, format: str, options: Example) -> tuple[Format, HfExporter]:
+    """Return a format and its exporter; check that they take the program."""
+    chosen = format_of(format)
+    check_can_take(chosen, program.core, program.one_by_one, options)
+    return chosen, chosen.exporter()
 
 
 def _config(exporter: HfExporter, format: Format, options: Example) -> Any:
-    """The exporter's configuration.
+    """Return the exporter's configuration.
 
     Raises:
-        TypeError: an option that it has not.
+        TypeError: an unknown option.
     """
     known = [field.name for field in fields(exporter.config_class)]
     for name in options:
         if name not in known:
-            raise TypeError(f"{name!r} is no option of format={format.name!r}, which takes {', '.join(known)}")
+            raise TypeError(
+                f"format={format.name!r} has no option {name!r}; it takes {', '.join(known)}"
+            )
     return exporter.config_class(**options)
 
 
-def _experts(format: Format) -> str | None:
-    """How experts are computed while a program is traced: ExecuTorch has no grouped multiplication."""
-    return "batched_mm" if format.name == "executorch" else None
-
-
-def _describe(exported: ExportedModel, program: Exportable, format: Format) -> None:
-    """Writes down what an exported program takes and returns, and what made it."""
+def _described(
+    exported: ExportedModel, program: _Exportable, format: Format, path: str | Path | None
+) -> ExportedModel:
+    """Describe the inputs, outputs and origin of an exported program in it, and save it."""
     for component in exported.components.values():
         kwargs: Example = component.metadata.kwargs
         described = {
@@ -280,22 +273,40 @@ def _describe(exported: ExportedModel, program: Exportable, format: Format) -> N
             component.program.metadata_props[KEY] = json.dumps(described)
         elif format.name == "openvino":
             component.program.set_rt_info(json.dumps(described), KEY)
+    if path is not None:
+        exported.save_pretrained(path)
+    return exported
 
 
 @contextmanager
-def _suggesting_other_formats(format: Format, core: PreTrainedModel) -> Iterator[None]:
-    """Adds to an error inside of a ``with`` statement what the other formats would do.
+def _restoring_model(core: PreTrainedModel, format: Format) -> Iterator[None]:
+    """Restore, on exit, what exporters change in a model: its mode, `requires_grad`, and the
+    experts' implementation. Add a note to an error that tells whether other formats would work.
 
     Args:
-        format: the format that is tried.
-        core: the Hugging Face model.
+        core: the Hugging Face model among a program's module objects.
+        format: the format being exported.
     """
+    gradients = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
+    experts: Any = core.get_experts_implementation()
+    # ExecuTorch has no grouped matrix multiplication.
+    set_experts = format.name == "executorch" and core._can_set_experts_implementation()
     try:
-        yield
+        if set_experts:
+            core.set_experts_implementation("batched_mm")
+        with torch.no_grad():
+            yield
     except BaseException as error:
-        others = "format='dynamo' takes most models" if format.name != "dynamo" else "program.compile() may"
+        others = "format='dynamo' takes most models"
+        if format.name == "dynamo":
+            others = "program.compile() may"
         error.add_note(
-            f"transformer-bridge: {type(core).__name__} could not be exported with format={format.name!r}; {others}, "
-            "and docs/export.md says what each format takes"
+            f"transformer-bridge: {type(core).__name__} could not be exported with"
+            f" format={format.name!r}; {others}, and docs/export.md says what each format takes"
         )
         raise
+    finally:
+        if set_experts:
+            core.set_experts_implementation(experts)
+        for parameter, requires_grad in gradients:
+            parameter.requires_grad_(requires_grad)

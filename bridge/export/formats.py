@@ -1,4 +1,4 @@
-"""The formats, what has to be installed for each, and what each cannot take."""
+"""The export formats, the packages that each needs, and the limits of each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from adapters.views import Args
 
 @dataclass(frozen=True)
 class Format:
-    """One of the formats.
+    """An export format.
 
     Attributes:
-        name: as `export` takes it.
-        packages: what it needs besides torch and transformers, by their names for import.
-        extra: of this library, which installs them; "" where nothing is needed.
+        name: the name that `export` takes.
+        packages: the packages it needs besides torch and transformers, by import name.
+        extra: the extra of this library that installs them; "" if none is needed.
     """
 
     name: str
@@ -34,35 +34,37 @@ class Format:
     extra: str = ""
 
     def exporter(self) -> HfExporter:
-        """transformers' exporter for it.
+        """Return transformers' exporter for the format.
 
         Raises:
-            ImportError: something is not installed.
+            ImportError: a package is not installed.
         """
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if missing:
+            verb = "is" if len(missing) == 1 else "are"
             raise ImportError(
-                f"format={self.name!r} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-                f"installed: pip install 'transformer-bridge[{self.extra}]'"
+                f"format={self.name!r} needs {', '.join(missing)}, which {verb} not installed: pip"
+                f" install 'transformer-bridge[{self.extra}]'"
             )
         _list_torch_functions()
-        made: HfExporter = get_exporter_class(self.name)()
-        return made
+        exporter: HfExporter = get_exporter_class(self.name)()
+        return exporter
 
 
 @functools.cache
 def _list_torch_functions() -> None:
-    """Lets torch's compiler list torch's functions and the methods of tensors, once, while they are torch's own.
+    """Make torch's compiler list torch's functions and tensor methods once, before they are
+    replaced.
 
-    transformers' exporters put others in their place as they trace. From lists that are made then, torch's own are
-    missing for the rest of the process, and no program that watches them could be compiled.
+    transformers' exporters replace some of them while tracing. Lists made then would lack torch's
+    own functions for the rest of the process, and no program with taps on them could be compiled.
     """
 
     def look(x: Tensor) -> Tensor:
         with BaseTorchFunctionMode():
             return x.view(-1)
 
-    torch.compile(look, backend="eager")(torch.ones(1))
+    torch.compile(look, backend="eager")(torch.ones(1, device="cpu"))
 
 
 FORMATS = {
@@ -74,145 +76,178 @@ FORMATS = {
 
 
 def format_of(name: str) -> Format:
-    """The format of this name.
+    """Return the format of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such format.
     """
     if name not in FORMATS:
         raise ValueError(f"format is {name!r}; it must be one of {', '.join(map(repr, FORMATS))}")
     return FORMATS[name]
 
 
-def check_can_take(format: Format, core: nn.Module, one_by_one: bool, options: dict[str, object]) -> None:
-    """Refuses what a format cannot take, before anything is traced.
+def check_can_take(
+    format: Format, core: nn.Module, one_by_one: bool, options: dict[str, object]
+) -> None:
+    """Check that a format supports a program, before anything is traced.
 
     Args:
         format: the format.
         core: the Hugging Face model.
-        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
-        options: of the exporter's configuration.
+        one_by_one: experts run one after the other, with row counts that depend on the values.
+        options: options of the exporter's configuration.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it does not support it.
     """
     parameter = next(core.parameters())
     if parameter.device.type == "meta":
-        raise ValueError("the model has no weights (load_weights=False), so there is nothing to export")
-    if one_by_one and format.name == "executorch":
         raise ValueError(
-            "points inside experts have a row for each token that is sent there, a number that depends on the values, "
-            "which format='executorch' cannot have; format='dynamo' and format='onnx' can"
+            "the model has no weights (load_weights=False), so there is nothing to export"
         )
-    if format.name == "executorch" and (
-        options.get("backend", "xnnpack") != "xnnpack" or parameter.device.type != "cpu"
-    ):
+    if format.name != "executorch":
+        return
+    if one_by_one:
         raise ValueError(
-            "transformers' ExecuTorch exporter moves the model's own parameters to another device, or another type, "
-            "for that: load the model on the CPU, with backend='xnnpack', or export a model of its own with "
-            "transformers.exporters.ExecutorchExporter"
+            "points inside experts have a row for each token that is sent there, a number that"
+            " depends on the values, which format='executorch' cannot have; format='dynamo' and"
+            " format='onnx' can"
+        )
+    if options.get("backend", "xnnpack") != "xnnpack" or parameter.device.type != "cpu":
+        raise ValueError(
+            "transformers' ExecuTorch exporter moves the model's own parameters to another device,"
+            " or another type, for that: load the model on the CPU, with backend='xnnpack', or"
+            " export a model of its own with transformers.exporters.ExecutorchExporter"
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The example that a program is traced with.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The example inputs for tracing.
+# --------------------------------------------------------------------------------------------------
 
 
-#: A function of which nothing more is known.
+#: A function of unknown type.
 AnyFunction = Callable[..., Any]
-#: What an exported program is traced with, and how its axes may change.
+#: The example inputs for tracing, and their dynamic axes.
 Example = dict[str, Any]
 
 
 def example_of(
-    given: Tensor | Mapping[str, object], inputs: Mapping[str, Tensor], dynamic: bool
+    example: Tensor | Mapping[str, object], inputs: Mapping[str, Tensor], dynamic: bool
 ) -> tuple[Example, Example]:
-    """The arguments to trace with, and which of their axes may have other sizes.
+    """Return the arguments to trace with, and their dynamic axes.
 
     Args:
-        given: tokens ``[batch, pos]``, or the model's arguments by name.
+        example: tokens ``[batch, pos]``, or the model's arguments by name.
         inputs: examples of the declared inputs.
-        dynamic: axes may have other sizes.
+        dynamic: whether axes may have other sizes.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it has one position, which would be all that the exported program ever takes.
+        TypeError: the example is neither.
+        ValueError: it has one position, so the exported program would accept only one.
     """
-    if isinstance(given, Tensor):
-        given = {"input_ids": given}
-    if not isinstance(given, Mapping) or not given:
+    if isinstance(example, Tensor):
+        example = {"input_ids": example}
+    if not isinstance(example, Mapping) or not example:
         raise TypeError(
-            f"the example is {type(given).__name__}; it must be tokens [batch, pos], or a mapping of the model's "
-            "arguments, such as a tokenizer gives; bridge.to_tokens(text) makes tokens of text"
+            f"the example is {type(example).__name__}; it must be tokens [batch, pos], or a mapping"
+            " of the model's arguments, such as a tokenizer gives; bridge.to_tokens(text) makes"
+            " tokens of text"
         )
-    example: Example = {name: value for name, value in given.items() if value is not None}
-    taken = [name for name in example if name in inputs]
-    if taken:
-        raise TypeError(f"{', '.join(taken)}: an example of a declared input is given where the program is made")
-    if dynamic:
-        example = {name: _two_rows(name, value, example) for name, value in example.items()}
-        for name in ("input_ids", "decoder_input_ids"):
-            if isinstance(example.get(name), Tensor) and example[name].shape[1] < 2:
-                raise ValueError(f"{name} of the example has one position; with two or more, the length may change")
-    example |= inputs
+    arguments: Example = {name: value for name, value in example.items() if value is not None}
+    declared = [name for name in arguments if name in inputs]
+    if declared:
+        raise TypeError(
+            f"{', '.join(declared)}: an example of a declared input is given where the program is"
+            " made"
+        )
     if not dynamic:
-        return example, {}
-    shapes = {name: _any_size(value) for name, value in example.items()}
-    return example, {"dynamic_shapes": shapes} if None not in shapes.values() else {}
+        return {**arguments, **inputs}, {}
+    _repeat_single_rows(arguments)
+    for name in ("input_ids", "decoder_input_ids"):
+        tokens = arguments.get(name)
+        if isinstance(tokens, Tensor) and tokens.shape[1] < 2:
+            raise ValueError(
+                f"{name} of the example has one position; with two or more, the length may change"
+            )
+    arguments |= inputs
+    shapes = {}
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            return arguments, {}
+        shapes[name] = dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO)
+    return arguments, {"dynamic_shapes": shapes}
 
 
-def _two_rows(name: str, value: object, example: Example) -> object:
-    """An argument of one row, as two: torch.export takes an axis of one for one that is always one."""
-    first = next((x for x in example.values() if isinstance(x, Tensor) and x.ndim > 1), None)
-    if isinstance(value, Tensor) and first is not None and first.shape[0] == 1 and value.ndim > 1 and len(value) == 1:
-        return torch.cat([value, value])
-    return value
+def _repeat_single_rows(arguments: Example) -> None:
+    """Repeat arguments of one row to two: torch.export treats an axis of length one as static."""
+    batched = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.ndim > 1:
+            batched[name] = value
+    if batched and len(next(iter(batched.values()))) != 1:
+        return
+    for name, value in batched.items():
+        if len(value) == 1:
+            arguments[name] = torch.cat([value, value])
 
 
-def _any_size(value: object) -> dict[int, object] | None:
-    if isinstance(value, Tensor):
-        return dict.fromkeys(range(value.ndim), torch.export.Dim.AUTO)
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What ExecuTorch 1.5 makes something else of, in words that it takes as they are meant.
+# --------------------------------------------------------------------------------------------------
+# ExecuTorch 1.5 computes some functions incorrectly; here they are rewritten in operations that it
+# handles.
 #
-# - Its check of the lowered program asks how long the first tensor of a split is, which fixes the number of rows as the
-# example's (``executorch/exir/verification/arg_validator.py``): GPT-2 and NeoX then run with that number alone.
-# - XNNPACK computes GELU by the error function, also where the model asks for the approximation by tanh (Gemma).
-# ----------------------------------------------------------------------------------------------------------------------
+# - Its check of the lowered program reads the length of a split's first tensor, which fixes the
+#   batch size to the example's (``executorch/exir/verification/arg_validator.py``): GPT-2 and NeoX
+#   then run only with that size.
+# - XNNPACK computes GELU with the error function, even if the model uses the tanh approximation
+#   (Gemma).
+# --------------------------------------------------------------------------------------------------
 
 
 def for_executorch(func: AnyFunction, args: Args, kwargs: Example) -> Any:
-    """A function's result, where tensors are split by slices, and GELU by tanh is computed step by step."""
+    """Call a function with tensor splits as slices and tanh-GELU as elementary operations, for
+    ExecuTorch.
+    """
     return _IN_OTHER_WORDS.get(func, func)(*args, **kwargs)
 
 
-def _split(tensor: Tensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+def _split(
+    tensor: Tensor, split_size_or_sections: int | Sequence[int], dim: int = 0
+) -> tuple[Tensor, ...]:
     total = tensor.shape[dim]
-    if not isinstance(total, int):  # it may be of any size, and its number of parts with it
+    if not isinstance(total, int):  # it may have any size, and so any number of parts
         return tensor.split(split_size_or_sections, dim)
     if isinstance(split_size_or_sections, Sequence):
         sizes = list(split_size_or_sections)
     else:
-        sizes = [min(split_size_or_sections, total - i) for i in range(0, total, split_size_or_sections)]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple([tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)])
+        size = split_size_or_sections
+        sizes = [min(size, total - start) for start in range(0, total, size)]
+    parts = []
+    start = 0
+    for size in sizes:
+        parts.append(tensor.narrow(dim, start, size))
+        start += size
+    return tuple(parts)
 
 
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     total = input.shape[dim]
-    return _split(input, -(-total // chunks), dim) if isinstance(total, int) else input.chunk(chunks, dim)
+    if not isinstance(total, int):
+        return input.chunk(chunks, dim)
+    return _split(input, -(-total // chunks), dim)
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if approximate != "tanh":
         return functional.gelu(input, approximate=approximate)
-    return 0.5 * input * (1 + torch.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input * input * input)))
+    inner = input + 0.044715 * input * input * input
+    return 0.5 * input * (1 + torch.tanh(math.sqrt(2 / math.pi) * inner))
 
 
 _IN_OTHER_WORDS: dict[AnyFunction, AnyFunction] = {
-    torch.split: _split, Tensor.split: _split, torch.chunk: _chunk, Tensor.chunk: _chunk, functional.gelu: _gelu,
-}  # fmt: skip
+    torch.split: _split,
+    Tensor.split: _split,
+    torch.chunk: _chunk,
+    Tensor.chunk: _chunk,
+    functional.gelu: _gelu,
+}

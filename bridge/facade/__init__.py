@@ -1,1 +1,3 @@
-"""What a user calls on a `TransformerBridge`, by subject: each method with its documentation, and one line of code."""
+"""What a user calls on a `TransformerBridge`, by subject: each method with its documentation, and
+one line of code.
+"""

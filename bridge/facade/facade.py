@@ -1,24 +1,24 @@
 """A Hugging Face model with its hook points: construction, what an `nn.Module` does, copies.
 
-What comes in is a model, and perhaps a tokenizer or a declaration. What goes out is the object that users hold. In
-order:
+A bridge is made of a model, and perhaps a tokenizer or a declaration. In order:
 
-1. `adapters.map_model` says which module plays which part. Where the class is not declared, a declaration is read from
-   the folder of those that were found before, or inferred from one run; either is proved on this model, and what could
-   not be proved is said in one line.
+1. `adapters.map_model` says which module plays which part. If the class is not declared, the
+   declaration is read from the cache folder, or inferred from one run; either is proved on this
+   model, and what could not be proved is reported in one line.
 2. `Names` makes hook points of the declared points, by canonical name and by every alias.
-3. `Wiring` is given them. It attaches nothing until somebody listens.
-4. What an `nn.Module` is asked (parameters, mode, device, state dict) is answered by the model itself.
+3. `Wiring` gets them. It attaches nothing until there is a listener.
+4. The model itself answers as an `nn.Module`: parameters, mode, device, state dict.
 
-The methods stand in the other files of this room, by subject, in one line of classes: each has its documentation and
-one line of code, which calls the room where the work is done. Refused are models whose class is not declared and of
-which nothing can be inferred, and declarations that do not hold. This room knows no architecture, and no hook point by
-name.
+The methods are in the other files of this room, by subject, in one line of classes: each has its
+documentation and one line of code, which calls the room where the work is done. A model whose class
+is not declared and of which nothing can be inferred raises an error, and so does a declaration that
+does not hold. This room knows no architecture, and no hook point by name.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import logging
 import os
@@ -45,7 +45,12 @@ from adapters.model import Automatic, is_inferred
 from adapters.observe.observe import WRONG, one_line
 from adapters.plain_model import with_interface
 from adapters.points import base_path, join
-from adapters.registry import UnsupportedModelError, has_declaration, inherits_declaration, is_declared
+from adapters.registry import (
+    UnsupportedModelError,
+    has_declaration,
+    inherits_declaration,
+    is_declared,
+)
 from adapters.spread import Layout, layout_of, number_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import Names
@@ -56,44 +61,60 @@ from bridge.wiring.compiled import strip
 from bridge.wiring.wiring import Wiring
 from weight_processing.process import read_record
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a bridge offers of a model, and what it does not.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 _ADAPTERS = {
-    "none": "no adapter", "there": "an adapter, which was not used",
+    "none": "no adapter",
+    "there": "an adapter, which was not used",
     "other options": "an adapter for other options than these",
-}  # fmt: skip
+}
 
 #: What TransformerLens' bridge and nnsight have besides, and what to use.
 _ELSEWHERE = {
+    "model": "bridge.original_model, or bridge.core without what wraps it",
+    "hf_model": "bridge.original_model, or bridge.core without what wraps it",
+    "config": "bridge.core.config, Hugging Face's, or bridge.cfg, the facts read from the model",
+    "layers": "bridge.blocks",
+    "logit_lens": "bridge.lens(tokens), whose draw() shows it",
     "clear_hook_registry": "reset_hooks(including_permanent=True): hook points themselves stay",
     "composition_layer_indices": "[index for index, _ in bridge.blocks_with('attn')]",
-    "QK_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_Q') and '...W_K', and FactoredMatrix(W_Q, W_K.mT)",
-    "OV_for_attn_layers": "bridge.stack_params_for('attn', 'attn.W_V') and '...W_O', and FactoredMatrix(W_V, W_O)",
+    "QK_for_attn_layers": (
+        "bridge.stack_params_for('attn', 'attn.W_Q') and '...W_K', and FactoredMatrix(W_Q, W_K.mT)"
+    ),
+    "OV_for_attn_layers": (
+        "bridge.stack_params_for('attn', 'attn.W_V') and '...W_O', and FactoredMatrix(W_V, W_O)"
+    ),
     "block_hooks": "[name for name in bridge.hook_dict if name.startswith('blocks.0.')]",
     "block_submodules": "dir(bridge.blocks[0])",
-    "prepare_multimodal_inputs": "bridge(**AutoProcessor.from_pretrained(name)(text, images, return_tensors='pt'))",
+    "prepare_multimodal_inputs": (
+        "bridge(**AutoProcessor.from_pretrained(name)(text, images, return_tensors='pt'))"
+    ),
     "get_params": "tl_parameters(): zeros are not made up for what is missing",
-    "lm_head": "bridge.unembed, bridge.original_model.lm_head, or in a trace run.module('lm_head').output",
+    "lm_head": (
+        "bridge.unembed, bridge.original_model.lm_head, or in a trace run.module('lm_head').output"
+    ),
 }
 
 
 @dataclass(frozen=True, repr=False)
-class SupportReport:
-    """What a bridge offers; printed, what it does not offer is listed with the reasons.
+class _SupportReport:
+    """The hook points of a bridge. Printing it lists the missing ones with the reasons.
 
     Attributes:
         model: its name.
         names: the hook points, in the order of the computation.
-        not_offered: hook points, or what their names begin with, that are missing, and why.
-        inferred: all this was inferred from a run, and proved on the model, as `adapters.verify` does it. What did not
-            hold is among `not_offered`, with the claim, and so is what stands on it.
-        adapter: whether the model's class has an adapter: ``none``, one that is ``there`` (though it may not be asked,
-            with ``automatic="always"``), or one that is for ``other options`` of its configuration.
-        modules_without_points: of a model of images or sound and text, the modules that are not the text part, with
-            their classes.
+        not_offered: missing hook points, or prefixes of their names, and the reasons.
+        inferred: whether the declaration was inferred from a run and checked on the model as by
+            `adapters.verify`. Hook points that failed a check, and points that depend on them, are
+            in `not_offered`, with the failed claim.
+        adapter: whether the model's class has an adapter: ``none``; ``there`` (although
+            ``automatic="always"`` ignores it); or one only for ``other options`` of the
+            configuration.
+        modules_without_points: for a model that reads images or sound besides text, the modules
+            outside the text part, with their classes.
     """
 
     model: str
@@ -105,87 +126,107 @@ class SupportReport:
 
     @property
     def summary(self) -> str:
-        """It in a sentence."""
+        """The report in one sentence."""
         if not self.inferred:
             return f"{self.model}: {len(self.names)} hook points, as its adapter declares"
+        reasons = [why for why in self.not_offered.values() if why.startswith(NOT_PROVED)]
+        claims = "".join(f", {claim}" for claim in dict.fromkeys(map(_claim, reasons)))
+        failed = f"; {claims[2:]}" if claims else ""
         count = len(self.not_offered)
-        missing = dict.fromkeys(_told(why) for why in self.not_offered.values() if why.startswith(NOT_PROVED))
-        left_out = f"; {count} things are not offered: print(bridge.offered())" if count else ""
-        failed = f"; {', '.join(missing)}" if missing else ""
+        missing = f"; {count} things are not offered: print(bridge.offered())" if count else ""
         return (
-            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run and proved on it, with "
-            f"{len(self.names)} hook points{failed}{left_out}"
+            f"{self.model} has {_ADAPTERS[self.adapter]}. One was inferred from a run and proved on"
+            f" it, with {len(self.names)} hook points{failed}{missing}"
         )
 
     def __repr__(self) -> str:
-        why = [f"  not offered: {name}: {reason}" for name, reason in self.not_offered.items()]
-        modules_without_points = [
-            f"  has no hook points: {path} ({cls})" for path, cls in self.modules_without_points.items()
-        ]
-        return "\n".join([self.summary, *why, *modules_without_points])
+        lines = [self.summary]
+        for name, reason in self.not_offered.items():
+            lines.append(f"  not offered: {name}: {reason}")
+        for path, cls in self.modules_without_points.items():
+            lines.append(f"  has no hook points: {path} ({cls})")
+        return "\n".join(lines)
 
 
-def _told(reason: str) -> str:
-    """The claim of a reason, without what was seen."""
-    return reason.partition(":")[0] + ": " + reason.removeprefix(f"{NOT_PROVED}: ").partition(": ")[0]
+def _claim(reason: str) -> str:
+    """Return the claim of a reason, without the measured values."""
+    claim = reason.removeprefix(f"{NOT_PROVED}: ").partition(": ")[0]
+    return f"{reason.partition(':')[0]}: {claim}"
 
 
-def modules_without_points(model: nn.Module, used: Collection[str], path: str = "") -> dict[str, str]:
-    """The outermost modules with parameters that neither are nor hold what is used, with the names of their classes.
+def modules_without_points(
+    model: nn.Module, used: Collection[str], path: str = ""
+) -> dict[str, str]:
+    """Return the outermost modules with parameters that neither are in `used` nor contain a module
+    that is, with the names of their classes.
 
     Args:
         model: the model, or the module in it at `path`.
         used: paths of modules.
-        path: where to look.
+        path: the path of `model`.
     """
     if path in used or not any(True for _ in model.parameters()):
         return {}
-    if path and not any(each.startswith(f"{path}.") for each in used):
+    if path and not any(used_path.startswith(f"{path}.") for used_path in used):
         return {path: type(model).__name__}
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     for name, child in model.named_children():
-        found |= modules_without_points(child, used, join(path, name))
-    return found
+        classes |= modules_without_points(child, used, join(path, name))
+    return classes
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a bug report needs to say.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Bug reports.
+# --------------------------------------------------------------------------------------------------
 
 
 _LIBRARIES = (
-    "torch", "transformers", "tokenizers", "safetensors", "jaxtyping", "beartype", "greenlet", "accelerate", "peft",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "jaxtyping",
+    "beartype",
+    "greenlet",
+    "accelerate",
+    "peft",
+)
 
 
 def report(
-    model: nn.Module, core: nn.Module, offered: SupportReport, processed: Mapping[str, str], layout: Layout | None
+    model: nn.Module,
+    core: nn.Module,
+    offered: _SupportReport,
+    processed: Mapping[str, str],
+    layout: Layout | None,
 ) -> str:
-    """Versions, the model's class, what is offered of it, and what was done to its weights.
+    """Return versions, the model's class, its hook points, and how its weights were processed.
 
     Args:
         model: the wrapped model.
         core: the Hugging Face model in it.
-        offered: what the bridge offers.
-        processed: what was done to the weights.
-        layout: how the model is spread over processes.
+        offered: the bridge's hook points.
+        processed: the processing of the weights.
+        layout: the model's distribution over processes.
     """
     config = getattr(core, "config", None)
-    lines = [
-        ("transformer-bridge", __version__),
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *((name, found) for name in _LIBRARIES if (found := _version(name))),
-        ("model", " in ".join(dict.fromkeys([_class(core), _class(model)]))),
-        ("attention", str(getattr(config, "_attn_implementation", None))),
-        ("parameters", ", ".join(sorted({f"{each.dtype} on {each.device}" for each in core.parameters()}))),
-        ("processed", ", ".join(f"{name}: {state}" for name, state in processed.items()) or "no"),
-    ]
+    libraries = {name: _version(name) for name in _LIBRARIES}
+    parameters = sorted({f"{x.dtype} on {x.device}" for x in core.parameters()})
+    lines = {
+        "transformer-bridge": __version__,
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        **{name: number for name, number in libraries.items() if number},
+        "model": " in ".join(dict.fromkeys([_class(core), _class(model)])),
+        "attention": str(getattr(config, "_attn_implementation", None)),
+        "parameters": ", ".join(parameters),
+        "processed": ", ".join(f"{name}: {state}" for name, state in processed.items()) or "no",
+    }
     if layout is not None:
-        lines.append(("spread", layout.said))
+        lines["spread"] = layout.description
     if wrong := known_error(core):
-        lines.append(("known", wrong))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in lines), repr(offered)])
+        lines["known"] = wrong
+    width = max(map(len, lines))
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in lines.items()), repr(offered)])
 
 
 def _version(name: str) -> str:
@@ -202,29 +243,35 @@ def _class(model: nn.Module) -> str:
 _LOGGER = logging.getLogger("bridge")
 
 
-#: Gives what is known of a model that processes share how they compare what hooks make of it.
+#: Sets how processes that share a model compare the edits of their hooks.
 Asking = Callable[[ModelMap], ModelMap]
 
 
-def _asking(compares: bool, patience: float, found: ModelMap) -> ModelMap:
-    return found if found.layout is None else replace(found, layout=found.layout.asking(compares, patience))
+def _asking(compares: bool, patience: float, model_map: ModelMap) -> ModelMap:
+    layout = model_map.layout
+    if layout is None:
+        return model_map
+    return replace(model_map, layout=layout.asking(compares, patience))
 
 
 class WrappedModel(nn.Module, RunnableBridge):
-    """What all methods of a bridge stand on. The class that users see is `TransformerBridge`.
+    """The base of all methods of a bridge. The class for users is `TransformerBridge`.
 
     Args:
-        hf_model, tokenizer, automatic, inputs, declaration, cache_declaration: as for `TransformerBridge`.
+        hf_model, tokenizer, automatic, inputs, declaration, cache_declaration: as for
+        `TransformerBridge`.
     """
 
-    #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it out.
+    #: Whether attribution to logits counts the final norm's weight. HookedTransformer leaves it
+    #: out.
     counts_norm_weights: bool = True
     original_model: nn.Module
     core: PreTrainedModel
     architecture: Architecture
     #: The class of its hook points.
     makes_points: type[HookPoint] = HookPoint
-    #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be called.
+    #: Whether a run of some layers is refused where a hook of a ``with`` statement would never be
+    #: called.
     refuses_silent_hooks = True
 
     def __init__(
@@ -239,25 +286,19 @@ class WrappedModel(nn.Module, RunnableBridge):
         compare_edits: bool = True,
         patience: float = 60.0,
     ) -> None:
-        self.__dict__.pop("wiring", None)  # there where a bridge is made anew in place (see `__setattr__`)
+        # A bridge may be initialised again in place (see `__setattr__`).
+        self.__dict__.pop("wiring", None)
         super().__init__()
-        if not isinstance(hf_model, nn.Module):
-            raise TypeError(
-                f"hf_model is {hf_model!r}, which is no model; "
-                "TransformerBridge.boot_transformers(name_or_path) loads one by name"
-            )
-        if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise TypeError(
-                f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
-                "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
-            )
-        hf_model = with_interface(hf_model) if automatic or declaration is not None else hf_model
+        _check_model(hf_model, tokenizer)
+        if automatic or declaration is not None:
+            hf_model = with_interface(hf_model)
         self.original_model = hf_model
         self.tokenizer: PreTrainedTokenizerBase | None = tokenizer
         asking = partial(_asking, compare_edits, patience)
         if declaration is not None:
-            given = declaration if isinstance(declaration, Declaration) else Declaration.load(declaration)
-            self._declared_by(given, identity_of(hf_model, built(), inputs), inputs, asking)
+            if not isinstance(declaration, Declaration):
+                declaration = Declaration.load(declaration)
+            self._declared_by(declaration, identity_of(hf_model, built(), inputs), inputs, asking)
         elif cache_declaration and is_inferred(hf_model, automatic) and has_weights(hf_model):
             self._as_before_or_inferred(automatic, inputs, asking)
         else:
@@ -268,45 +309,51 @@ class WrappedModel(nn.Module, RunnableBridge):
             self.cfg.tokenizer_name = getattr(tokenizer, "name_or_path", None)
 
     def _look_up(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
-        """Takes what the adapter of the model's class declares, or what is inferred."""
-        found = asking(map_model(self.original_model, automatic=automatic, inputs=inputs))
-        self._take(found)
-        if parent := "" if found.inferred else inherits_declaration(found.core):
-            found = self._proved(found, parent, automatic, inputs)
-        if found.inferred:
-            self._keep_what_holds(found, inputs)
+        """Set up the bridge with the adapter of the model's class, or an inferred one."""
+        model_map = asking(map_model(self.original_model, automatic=automatic, inputs=inputs))
+        self._take(model_map)
+        if parent := "" if model_map.inferred else inherits_declaration(model_map.core):
+            model_map = self._proved(model_map, parent, automatic, inputs)
+        if model_map.inferred:
+            self._keep_what_holds(model_map, inputs)
 
-    def _as_before_or_inferred(self, automatic: Automatic, inputs: Given | None, asking: Asking) -> None:
-        """Takes what was inferred of such a model before, if that holds of this one; else infers it, and keeps that."""
-        of = identity_of(self.original_model, built(), inputs)
-        before = folder.kept(of)
-        alike = _alike(before, layout_of(self.original_model))
-        if before is not None and alike:
+    def _as_before_or_inferred(
+        self, automatic: Automatic, inputs: Given | None, asking: Asking
+    ) -> None:
+        """Set up the bridge with a cached declaration, if it holds; otherwise infer one and cache
+        it."""
+        identity = identity_of(self.original_model, built(), inputs)
+        cached = folder.kept(identity)
+        alike = _alike(cached, layout_of(self.original_model))
+        if cached is not None and alike:
             try:
-                return self._declared_by(before, of, inputs, asking)
+                return self._declared_by(cached, identity, inputs, asking)
             except DeclarationError as error:
                 _LOGGER.info("%s; it is inferred anew", error)
         self._look_up(automatic, inputs, asking)
-        folder.keep(self._declaration(of))
+        folder.keep(self._declaration(identity))
 
-    def _declared_by(self, given: Declaration, of: Identity, inputs: Given | None, asking: Asking) -> None:
-        """Takes a declaration that was kept.
+    def _declared_by(
+        self, declaration: Declaration, of: Identity, inputs: Given | None, asking: Asking
+    ) -> None:
+        """Set up the bridge with a declaration.
 
         Raises:
-            DeclarationError: it is of another model, or does not hold of this one.
+            DeclarationError: it belongs to another model, or does not hold for this one.
         """
-        if why := of.why_not(given.of):
-            raise DeclarationError(f"{given.name} is not of this model: {why}")
-        self._take(asking(given.map_of(self.original_model)))
+        if why := of.why_not(declaration.of):
+            raise DeclarationError(f"{declaration.name} is not of this model: {why}")
+        self._take(asking(declaration.map_of(self.original_model)))
         try:
             wrong = proofs.proofs.why_refuted(self, inputs)
         except WRONG as error:
             wrong = one_line(error)
         if wrong:
-            raise DeclarationError(f"{given.name} does not hold of this {of.model}: {wrong}")
+            raise DeclarationError(f"{declaration.name} does not hold of this {of.model}: {wrong}")
 
     def declaration(self) -> Declaration:
-        """What plays which part in this model, as data: save it, and wrap the next such model by it.
+        """Return the roles of this model's modules, as data: save it, and pass it when you wrap the
+        next such model.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -319,98 +366,120 @@ class WrappedModel(nn.Module, RunnableBridge):
 
     def _declaration(self, of: Identity) -> Declaration:
         points = "" if self.layout else points_of(self.hook_dict)
-        return Declaration(self.architecture, of, self._inferred, points, self.not_offered, self.no_layer_runs)
+        return Declaration(
+            self.architecture, of, self._inferred, points, self.not_offered, self.no_layer_runs
+        )
 
-    def _take(self, found: ModelMap) -> None:
-        self.cfg: ModelConfig = found.cfg
-        self.no_layer_runs = found.no_layer_runs
-        self._wire(found)
+    def _take(self, model_map: ModelMap) -> None:
+        self.cfg: ModelConfig = model_map.cfg
+        self.no_layer_runs = model_map.no_layer_runs
+        self._wire(model_map)
 
-    def _proved(self, found: ModelMap, parent: str, automatic: Automatic, inputs: Given | None) -> ModelMap:
-        """What a subclass of another package's takes from its parent, if that holds of it; else what is inferred."""
+    def _proved(
+        self, model_map: ModelMap, parent: str, automatic: Automatic, inputs: Given | None
+    ) -> ModelMap:
+        """Return the map for a subclass from another package: its parent's, if it holds; otherwise
+        an inferred one."""
         derived = f"{self.cfg.model_name} is a subclass of {parent}, whose adapter"
         try:
             wrong = proofs.proofs.why_refuted(self, inputs)
         except CannotBeMade as why:
             _LOGGER.warning("%s was not tried on it: %s", derived, why)
-            return found
+            return model_map
         if not wrong:
-            return found
-        said = f"{derived} does not hold of it ({wrong})"
+            return model_map
+        message = f"{derived} does not hold of it ({wrong})"
         if not automatic:
-            raise UnsupportedModelError(f"{said}. docs/adapters.md shows how to declare what it computes.")
-        _LOGGER.warning("%s", said)
-        found = map_model(self.original_model, automatic="always", inputs=inputs)
-        self._take(found)
-        return found
+            raise UnsupportedModelError(
+                f"{message}. docs/adapters.md shows how to declare what it computes."
+            )
+        _LOGGER.warning("%s", message)
+        model_map = map_model(self.original_model, automatic="always", inputs=inputs)
+        self._take(model_map)
+        return model_map
 
-    def _wire(self, found: ModelMap) -> None:
-        self.wiring = Wiring(self.original_model, found.points, self.makes_points, found.layout)
-        self.block_paths, self.block_output = found.block_paths, found.block_output
-        self._inferred, self.not_offered = found.inferred, found.not_offered
+    def _wire(self, model_map: ModelMap) -> None:
+        self.wiring = Wiring(
+            self.original_model, model_map.points, self.makes_points, model_map.layout
+        )
+        self.block_paths, self.block_output = model_map.block_paths, model_map.block_output
+        self._inferred, self.not_offered = model_map.inferred, model_map.not_offered
         # Kept out of the module tree: it is `original_model`, or a part of it.
-        self.__dict__["core"] = found.core
-        self.__dict__["architecture"] = found.architecture
-        self.names = Names(self.wiring.points, found.not_offered)
-        self.layout = found.layout
+        self.__dict__["core"] = model_map.core
+        self.__dict__["architecture"] = model_map.architecture
+        self.names = Names(self.wiring.points, model_map.not_offered)
+        self.layout = model_map.layout
         self._read_weights()
         read_record(self)
 
     def _read_weights(self) -> None:
-        """Says where weights are read, without a word of this bridge: with a cycle it would outlive its last user."""
-        self._weights = cache(partial(Weights, self.architecture, self.original_model, self.cfg, self.not_offered))
+        """Set where weights are read. Hold no reference to the bridge, because a reference cycle
+        would keep it alive."""
+        read = partial(Weights, self.architecture, self.original_model, self.cfg, self.not_offered)
+        self._weights = cache(read)
         self._tree = NameTree(self.names, self._weights)
 
-    def _keep_what_holds(self, found: ModelMap, inputs: Given | None) -> None:
-        """Tries an inferred declaration on the model, and leaves out what does not hold."""
+    def _keep_what_holds(self, model_map: ModelMap, inputs: Given | None) -> None:
+        """Check an inferred declaration on the model, and remove what does not hold."""
         proof = proofs.proofs.Proof(self, inputs).run()
         if not self.hook_dict.keys() - proof.not_offered.keys():
             why = next(iter(proof.not_offered.values()), "it has none")
-            raise UnsupportedModelError(f"{why}: so no hook point that was inferred for {self.cfg.model_name} holds")
+            raise UnsupportedModelError(
+                f"{why}: so no hook point that was inferred for {self.cfg.model_name} holds"
+            )
         self.no_layer_runs = proof.no_layer_runs
-        found = found.without(proof.not_offered)
-        self._wire(found)
+        model_map = model_map.without(proof.not_offered)
+        self._wire(model_map)
         while not_proved := proof.not_proved():  # of what is left, until all of it is proved
-            architecture = proofs.proofs.without_claims(found.architecture, not_proved)
-            found = replace(found, architecture=architecture).without(not_proved)
-            self._wire(found)
+            architecture = proofs.proofs.without_claims(model_map.architecture, not_proved)
+            model_map = replace(model_map, architecture=architecture).without(not_proved)
+            self._wire(model_map)
 
-    def offered(self) -> SupportReport:
-        """What the bridge offers, and what it does not, with the reasons. Print it.
+    def offered(self) -> _SupportReport:
+        """Return the hook points of the bridge, and the missing ones with the reasons. Print the
+        result to read it.
 
-        Of a model whose class has an adapter, that is what the adapter declares. Of any other it was inferred, and
-        proved on the model, as `adapters.verify` does it: what does not hold is left out, and so is what stands on it.
-        Of a model of images or sound and text it is the text's part: its other modules are listed by name.
+        If the model's class has an adapter, it declares them. Otherwise they were inferred and
+        checked on the model as by `adapters.verify`; points that failed a check are missing, and so
+        are points that depend on them. If a model reads images or sound besides text, the points
+        belong to the text part; the other modules are listed by name.
 
         Example:
             >>> from transformers import OlmoConfig, OlmoForCausalLM
             >>> from bridge import TransformerBridge
-            >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-            >>> bridge = TransformerBridge(OlmoForCausalLM(OlmoConfig(**sizes, vocab_size=61)), automatic="always")
+            >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+            >>> config = OlmoConfig(**sizes, intermediate_size=48, vocab_size=61)
+            >>> bridge = TransformerBridge(OlmoForCausalLM(config), automatic="always")
             >>> bridge.offered().inferred, dict(bridge.offered().not_offered)
             (True, {})
         """
-        adapter: Literal["none", "there", "other options"] = "there" if is_declared(self.core) else "none"
-        if adapter == "none" and has_declaration(self.core):
+        adapter: Literal["none", "there", "other options"] = "none"
+        if is_declared(self.core):
+            adapter = "there"
+        elif has_declaration(self.core):
             adapter = "other options"
-        named = (self.cfg.model_name, tuple(self.hook_dict), self.not_offered, self._inferred, adapter)
+        name, points = self.cfg.model_name, tuple(self.hook_dict)
+        support = _SupportReport(name, points, self.not_offered, self._inferred, adapter)
         if not is_language_part(self.core):
-            return SupportReport(*named)
+            return support
         stacks, base = self.architecture.stacks, base_path(self.core)
         paths = [self.architecture.token_embeddings, *(stack.path for stack in stacks)]
         paths += [stack.final_norm.path for stack in stacks if stack.final_norm]
         used = {self.architecture.readout.path, *(join(base, path) for path in paths)}
-        return SupportReport(*named, modules_without_points(self.core, used))
+        return replace(support, modules_without_points=modules_without_points(self.core, used))
 
     def report(self) -> str:
-        """What a bug report needs: versions, the model's class, what is offered of it, what was done to its weights.
+        """Return the text for a bug report: versions, the model's class, its hook points, and how
+        its weights were processed.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> print(TransformerBridge.boot_embedded().report().splitlines()[-1])
             embedded: 135 hook points, as its adapter declares
         """
-        return report(self.original_model, self.core, self.offered(), self.cfg.processed, self.layout)
+        return report(
+            self.original_model, self.core, self.offered(), self.cfg.processed, self.layout
+        )
 
     @property
     def weights(self) -> Weights:
@@ -425,77 +494,80 @@ class WrappedModel(nn.Module, RunnableBridge):
     # The model's own, not prefixed copies.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The model's own state dict."""
+        """Return the model's own state dict."""
         return self.original_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The model's own `load_state_dict`.
+        """Call the model's own `load_state_dict`.
 
         Raises:
-            ValueError: the names are the canonical ones, HookedTransformer's.
+            ValueError: the names are HookedTransformer's, not the model's own.
         """
         if state_dict and not state_dict.keys() - self.weights.getters.keys():
             raise ValueError(
-                f"the state dict has HookedTransformer's names, such as {next(iter(state_dict))!r}, and this takes the "
-                "model's own: bridge.legacy.HookedTransformer(bridge.original_model).load_state_dict takes them, and "
-                "writes to the same model"
+                f"the state dict has HookedTransformer's names, such as {next(iter(state_dict))!r},"
+                " and this takes the model's own:"
+                " bridge.legacy.HookedTransformer(bridge.original_model).load_state_dict takes"
+                " them, and writes to the same model"
             )
         return self.original_model.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under its own names."""
+        """Return the model's parameters under its own names."""
         return self.original_model.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers under its own names."""
+        """Return the model's buffers under its own names."""
         return self.original_model.named_buffers(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Moves the model."""
+        """Move the model."""
         self.original_model.to(*args, **kwargs)
         return self
 
     def cuda(self, device: int | torch.device | str | None = None) -> Self:
-        """Moves the model to a GPU."""
-        return self.to(
-            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
-        )
+        """Move the model to a GPU."""
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        return self.to("cuda" if device is None else device)
 
     def cpu(self) -> Self:
-        """Moves the model to the CPU."""
+        """Move the model to the CPU."""
         return self.to("cpu")
 
     def mps(self) -> Self:
-        """Moves the model to Apple's GPU."""
+        """Move the model to Apple's GPU."""
         return self.to("mps")
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the model's mode."""
+        """Set the model's mode."""
         self.original_model.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Sets the model's mode to evaluation."""
+        """Set the model's mode to evaluation."""
         return self.train(False)
 
     def __repr__(self) -> str:
-        cfg = self.cfg
+        cfg, model = self.cfg, self.original_model
         mlp = "no MLPs" if cfg.attn_only else f"d_mlp {cfg.d_mlp}"
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
-        return "\n  ".join(
-            [
-                f"{type(self).__name__} of {cfg.model_name}",
-                f"original_model  {type(self.original_model).__name__}, {cfg.n_params:,} parameters, "
-                f"{cfg.dtype} on {cfg.device}",
-                f"cfg             {cfg.n_layers} layers of {cfg.n_heads} heads, d_model {cfg.d_model}, {mlp}, "
-                f"{cfg.d_vocab} tokens",
-                f"hook_dict       {len(self.hook_dict)} hook points, from {next(iter(self.hook_dict), 'none')} on",
-                f"tokenizer       {tokenizer}",
-                *([] if self.layout is None else [f"spread          {self.layout.said}"]),
-            ]
-        )
+        first = next(iter(self.hook_dict), "none")
+        lines = [
+            f"{type(self).__name__} of {cfg.model_name}",
+            f"original_model  {type(model).__name__}, {cfg.n_params:,} parameters, {cfg.dtype} on"
+            f" {cfg.device}",
+            f"cfg             {cfg.n_layers} layers of {cfg.n_heads} heads, d_model"
+            f" {cfg.d_model}, {mlp}, {cfg.d_vocab} tokens",
+            f"hook_dict       {len(self.hook_dict)} hook points, from {first} on",
+            f"tokenizer       {tokenizer}",
+        ]
+        if self.layout is not None:
+            lines.append(f"spread          {self.layout.description}")
+        return "\n  ".join(lines)
 
-    @property  # as many attributes of a bridge are read in every run, it has no `__getattribute__` of its own
+    # A property, since `__getattribute__` would slow down every run.
+    @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
         model = self._modules.get("original_model", self.__dict__.get("original_model"))
@@ -503,13 +575,14 @@ class WrappedModel(nn.Module, RunnableBridge):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """The model's is the only one: see `train`."""
+        """Set the model's mode, as `train` does."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("original_model", "core") and "wiring" in self.__dict__ and value is not getattr(self, name):
+        is_model = name in ("original_model", "core") and "wiring" in self.__dict__
+        if is_model and value is not getattr(self, name):
             raise AttributeError(
-                "a bridge keeps the model that it was made around: its hook points and its cfg are that model's. "
-                f"Make another for this one: {type(self).__name__}(model, tokenizer)"
+                "a bridge keeps the model that it was made around: its hook points and its cfg are"
+                f" that model's. Make another for this one: {type(self).__name__}(model, tokenizer)"
             )
         super().__setattr__(name, value)
 
@@ -520,10 +593,31 @@ class WrappedModel(nn.Module, RunnableBridge):
             if name.startswith("__") or "_tree" not in self.__dict__:
                 raise
         if isinstance(getattr(type(self), name, None), property):
-            return object.__getattribute__(self, name)  # it is there, and says itself what it lacks
+            return object.__getattribute__(self, name)  # it raises the error with the reason
+        if name == "accepts_loss_kwargs":  # only transformers' Trainer reads it, when it is made
+            raise TypeError(
+                "transformers.Trainer trains the Hugging Face model, in which hooks of the bridge"
+                " run and whose weights are the bridge's: Trainer(model=bridge.original_model, ...)"
+            )
+        tree = self.__dict__["_tree"]
+        others = () if name in tree.children[""] else self._names_near(name)
+        return tree.get("", name, others, self.call_part)
+
+    def _names_near(self, name: str) -> list[str]:
+        """Return the names to suggest for a missing attribute.
+
+        Raises:
+            AttributeError: it has another name, or is a fact of `cfg`.
+        """
+        missing = f"the bridge has no {name!r}."
         if name in _ELSEWHERE:
-            raise AttributeError(f"the bridge has no {name!r}. Use {_ELSEWHERE[name]}")
-        return self.__dict__["_tree"].get("", name, [own for own in dir(type(self)) if own[0] != "_"])
+            raise AttributeError(f"{missing} Use {_ELSEWHERE[name]}")
+        facts = [fact for fact in dir(self.cfg) if fact[0] != "_"]
+        if name in facts:
+            raise AttributeError(f"{missing} Use bridge.cfg.{name}")
+        if near := difflib.get_close_matches(name, facts, 1, 0.85):
+            raise AttributeError(f"{missing} Did you mean bridge.cfg.{near[0]}?")
+        return [attribute for attribute in (*dir(type(self)), *vars(self)) if attribute[0] != "_"]
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._tree.children[""]]
@@ -547,12 +641,15 @@ class WrappedModel(nn.Module, RunnableBridge):
         self._wire(self._map_copy(self.original_model, self.__dict__.get("architecture")))
 
     def _map_copy(self, model: nn.Module, architecture: Architecture | None) -> ModelMap:
-        """What plays which part in a copy of the model, without what was not proved of an inferred adapter."""
-        found = map_model(model, architecture)
-        return replace(found.without(self.not_offered), inferred=True) if self._inferred else found
+        """Return a copy's map, without the unproved parts of an inferred adapter."""
+        model_map = map_model(model, architecture)
+        if not self._inferred:
+            return model_map
+        return replace(model_map.without(self.not_offered), inferred=True)
 
     def rewrapped(self, model: nn.Module) -> Self:
-        """A bridge of the same declaration, facts and class around another model, which has this one's modules.
+        """Return a bridge of the same class, declaration and facts around another model with the
+        same modules.
 
         Args:
             model: the model.
@@ -579,9 +676,25 @@ class WrappedModel(nn.Module, RunnableBridge):
         return new
 
 
-def _alike(kept: Declaration | None, layout: Layout | None) -> bool:
-    """Whether all processes that share a model have kept the same, or nothing: each may have a folder of its own."""
+def _check_model(hf_model: object, tokenizer: object) -> None:
+    """Check that these are a model, and a tokenizer or None."""
+    if not isinstance(hf_model, nn.Module):
+        raise TypeError(
+            f"hf_model is {hf_model!r}, which is no model; "
+            "TransformerBridge.boot_transformers(name_or_path) loads one by name"
+        )
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r}, which is no Hugging Face tokenizer; "
+            "transformers.AutoTokenizer.from_pretrained(name_or_path) loads one"
+        )
+
+
+def _alike(cached: Declaration | None, layout: Layout | None) -> bool:
+    """Tell whether all processes that share a model have cached the same declaration, or none has:
+    each process may have a different folder.
+    """
     if layout is None:
         return True
-    said = "" if kept is None else json.dumps(encoded(kept.architecture))
-    return layout.peers is not None and all(layout.peers.agree([number_of(said)])())
+    text = "" if cached is None else json.dumps(encoded(cached.architecture))
+    return layout.peers is not None and all(layout.peers.agree([number_of(text)])())

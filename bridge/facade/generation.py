@@ -14,9 +14,9 @@ from transformers import StoppingCriteria
 from adapters import imports as versions
 from bridge import generation, programs
 from bridge import trace as tracing
+from bridge.arguments import refuse_wrong_types
 from bridge.facade.runs import RunMethods
 from bridge.facade.weights import WeightMethods
-from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import CURRENT, without_hooks
 from bridge.hooks.hooks import checked_function
 from bridge.hooks.names import NamesFilter
@@ -27,12 +27,24 @@ from bridge.run.tokenization import as_tokens
 T = TypeVar("T")
 
 
+def _unpacked_prompt(input: Input, more: dict[str, Any]) -> tuple[Input, dict[str, Any]]:
+    """Return the prompt in a tokenizer's output, and the other arguments, including its mask."""
+    by_name = isinstance(input, str) and not input and any(name in more for name in NAMES)
+    mask = more.pop("attention_mask", None)
+    prompt, mask, more = unpacked(None if by_name else input, mask, more)
+    if mask is not None:
+        more["attention_mask"] = mask
+    return "" if prompt is None else prompt, more  # "": images or sound, passed by name
+
+
 class GenerationMethods(RunMethods, WeightMethods):
-    """The methods of a bridge that generate."""
+    """A bridge's methods for generation, traces and programs."""
 
     @property
     def step(self) -> int | None:
-        """Which step of a generation this is: 0 for the prompt, then 1, 2, ...; None outside of a generation."""
+        """The current step of a generation: 0 for the prompt, then 1, 2, ...; None outside a
+        generation.
+        """
         running = CURRENT.get().generation
         return None if running is None else running.step
 
@@ -66,64 +78,70 @@ class GenerationMethods(RunMethods, WeightMethods):
         inputs: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Any:
-        """Continues a prompt by the model's own `generate`. Hooks act on every step, the prompt's included.
-
-        Arguments that are None are the model's own (its `generation_config`).
+        """Continue a prompt with the model's own `generate`. Hooks act on every step, including the
+        prompt's. Arguments that are None default to the model's `generation_config`.
 
         Args:
-            input: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos, d_model]``; what a
-                tokenizer gives is taken, too, as it is or by names.
-            max_new_tokens: how many tokens to make at most.
+            input: a text, texts, tokens ``[pos]`` or ``[batch, pos]``, or embeddings ``[batch, pos,
+                d_model]``; a tokenizer's output is accepted too, as one object or as keyword
+                arguments.
+            max_new_tokens: the maximum number of new tokens.
             stop_at_eos: end a row at EOS.
-            eos_token_id: what counts as EOS; None: what the model says.
-            do_sample: sample, rather than take the likeliest token.
-            top_k, top_p, temperature: of sampling; ``top_k=0`` samples from all tokens.
-            freq_penalty: subtracted from a token's logit for every time it stands in the sequence.
-            repetition_penalty: divides (multiplies, when negative) the logits of tokens that stand there.
-            num_return_sequences: how many continuations of each prompt.
+            eos_token_id: the EOS token, or several; None: the model's.
+            do_sample: sample instead of taking the most likely token.
+            top_k, top_p, temperature: options of sampling; ``top_k=0`` samples from all tokens.
+            freq_penalty: subtracted from a token's logit for each of its occurrences in the
+                sequence.
+            repetition_penalty: divides the logits (if negative, multiplies them) of tokens that
+                occur in the sequence.
+            num_return_sequences: the number of continuations of each prompt.
             use_past_kv_cache: keep keys and values between steps.
             prepend_bos: start texts with BOS (never twice); None: ``cfg.default_prepend_bos``.
-            padding_side: where shorter rows are padded in what is returned. Each row is continued as if it were alone,
-                whichever side it is.
+            padding_side: the side on which shorter rows are padded in the result. On either side,
+                each row is continued as if it were run on its own.
             return_type: ``"input"`` (as the input: text or tokens), ``"str"``, ``"tokens"``.
-            output_logits: return a `ModelOutput` with ``sequences`` and ``logits`` (one ``[batch, d_vocab]`` for each
-                step) in place of text or tokens.
-            return_cache: also return the activations of every token that the model processed: all but the last, which
-                is only predicted. They are collected from the steps themselves.
-            return_input_tokens: also return the tokens that the prompt was made into.
-            stop_strings: end a row where its text ends with one of these.
+            output_logits: return a `ModelOutput` with ``sequences`` and ``logits`` (one ``[batch,
+                d_vocab]`` for each step) in place of text or tokens.
+            return_cache: also return the activations of every token that the model processed: all
+                but the last, which is only predicted. They are collected from the steps themselves.
+            return_input_tokens: also return the prompt's tokens.
+            stop_strings: end a row when its text ends with one of these.
             stopping_criteria: one of transformers' `StoppingCriteria`, or a list of them.
-            names_filter, device: of the cache, as for `run_with_cache`.
+            names_filter, device: for the cache, as in `run_with_cache`.
             verbose: show a progress bar.
-            program: a program of this bridge that is run in each step in place of the model; hooks are as it was made.
-                With a compiled one, keys and values are kept in a cache of fixed size.
-            inputs: its declared inputs.
-            more: any field of `GenerationConfig`, any argument of the model's `generate` or `forward`
-                (`attention_mask`, `decoder_input_ids`, `pixel_values`, ...).
+            program: a program of this bridge to run in each step in place of the model, with the
+                hooks that it was made with. For a compiled program, keys and values are kept in a
+                cache of fixed size.
+            inputs: the program's declared inputs.
+            more: any field of `GenerationConfig`, any argument of the model's `generate` or
+                `forward` (`attention_mask`, `decoder_input_ids`, `pixel_values`, ...).
 
         Returns:
-            The continued prompts; with `return_cache` and `return_input_tokens` a tuple: output, cache, input tokens.
+            The continued prompts; with `return_cache` or `return_input_tokens`, a tuple of output,
+            cache and input tokens.
 
         Raises:
-            TypeError: an argument that nobody knows, or a model that does not generate.
-            ValueError: no room in the context; text asked for without a tokenizer; a cache of a beam search.
+            TypeError: an unknown argument, or a model that cannot generate.
+            ValueError: the context is full; text requested without a tokenizer; a cache requested
+                for beam search.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
             >>> prompt = "When Mary and John went to the store, John gave a drink to"
-            >>> bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)[len(prompt):]
+            >>> text = bridge.generate(prompt, max_new_tokens=2, do_sample=False, verbose=False)
+            >>> text[len(prompt) :]
             ' Mary.'
         """
-        by_name = isinstance(input, str) and not input and any(name in more for name in NAMES)
-        input, mask, more = unpacked(None if by_name else input, more.pop("attention_mask", None), more)
-        input = "" if input is None else input  # images or sound by their name
-        if mask is not None:
-            more["attention_mask"] = mask
+        input, more = _unpacked_prompt(input, more)
         if inputs and program is None:
             raise ValueError("inputs are those of a program: pass program=")
+        runner = None
         if program is not None:
-            more = {"disable_compile": True, **({"cache_implementation": "static"} if program.compiled else {}), **more}
+            runner = program.generating(inputs or {})
+            more.setdefault("disable_compile", True)
+            if program.compiled:
+                more.setdefault("cache_implementation", "static")
         return generation.generation.generate(
             self,
             input,
@@ -152,7 +170,7 @@ class GenerationMethods(RunMethods, WeightMethods):
                 verbose=verbose,
                 more=more,
             ),
-            None if program is None else program.generating(inputs or {}),
+            runner,
         )
 
     def generate_batch(
@@ -174,52 +192,66 @@ class GenerationMethods(RunMethods, WeightMethods):
         output_logits: bool = False,
         verbose: bool = True,
     ) -> Iterator[generation.batch.Answer]:
-        """Continues many prompts at once, by transformers' continuous batching, each as if it were alone.
+        """Continue many prompts at once with transformers' continuous batching, each as if it were
+        run on its own.
 
-        Tokens of all requests share each forward pass, without padding. A function of a request is given that
-        request's own activations ``[1, its positions, ...]``; hooks that a run would see now are called for every
-        request. Pages of keys and values are not shared between requests, CUDA graphs are off, and prompts are not
-        split over passes. How many are under way follows from the model and half of the memory that is free.
+        Tokens of all requests share each forward pass, without padding. A request's function
+        receives only that request's activations, ``[1, positions, ...]``; other active hooks are
+        called for every request. Pages of keys and values are not shared between requests, CUDA
+        graphs are off, and prompts are not split over passes. The number of concurrent requests
+        depends on the model and on half of the free memory.
 
         Args:
-            prompts: texts, or tokens ``[pos]`` of each.
-            max_new_tokens: of each, at most.
-            interventions: pairs (hook points, function) for all requests, as for `run_with_hooks`.
-            each: one such list for each request, called after those.
+            prompts: texts, or tokens ``[pos]`` for each prompt.
+            max_new_tokens: the maximum number of new tokens per prompt.
+            interventions: pairs (hook points, function) that apply to all requests, as for
+                `run_with_hooks`.
+            each: one such list per request; its functions are called after those of
+                `interventions`.
             capture: hook points whose activations are kept, for every token but the last.
-            stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, prepend_bos: as for `generate`.
-            attention_mask: of tokens ``[request, pos]``, 1 for tokens and 0 for padding, which is left out.
+            stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, prepend_bos: as for
+            `generate`.
+            attention_mask: for prompts given as tokens, ``[request, pos]``: 1 for tokens and 0 for
+                padding, which is removed.
             output_logits: keep the logits of each new token.
             verbose: show a progress bar.
 
         Returns:
-            An iterator of finished requests, in the order in which they finish. A request that fails says why in its
-            `error`, and the others go on: one whose edits make something that is no number, or infinite, too. Leaving
-            the loop ends the generation.
+            An iterator of finished requests, in the order in which they finish. If a request fails,
+            for example because its edits produce NaN or infinity, its `error` says why, and the
+            others continue. Leaving the loop ends the generation.
 
         Raises:
-            ValueError: a hook point whose tokens cannot be told apart by request; a model of which several requests at
-                once are not what each is alone, which is tried once for each model; a batch under way on it; padding
-                that no mask tells.
+            ValueError: a hook point whose tokens cannot be assigned to requests; a model that gives
+                different results for several requests at once (tested once for each model); another
+                batch is running on it; padding without a mask.
             UnknownHookError: a name that no hook point has.
-            TypeError: what is no prompt, or no pair.
+            TypeError: an invalid prompt or pair.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> from bridge.interventions import Scale
             >>> bridge = TransformerBridge.boot_embedded()
             >>> each = [[], [("blocks.2.hook_resid_post", Scale(0.5, part="generated"))]]
-            >>> found = bridge.generate_batch(["Mary and", "Mary and"], 3, each=each, do_sample=False, verbose=False)
-            >>> sorted(answer.index for answer in found)
+            >>> options = {"each": each, "do_sample": False, "verbose": False}
+            >>> answers = bridge.generate_batch(["Mary and", "Mary and"], 3, **options)
+            >>> sorted(answer.index for answer in answers)
             [0, 1]
         """
         options = generation.options.GenerationOptions(
-            max_new_tokens=max_new_tokens, names_filter=capture, stop_at_eos=stop_at_eos, eos_token_id=eos_token_id,
-            do_sample=do_sample, top_k=top_k, top_p=top_p, temperature=temperature, output_logits=output_logits,
+            max_new_tokens=max_new_tokens,
+            names_filter=capture,
+            stop_at_eos=stop_at_eos,
+            eos_token_id=eos_token_id,
+            do_sample=do_sample,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            output_logits=output_logits,
             verbose=verbose,
-        )  # fmt: skip
-        given = generation.batch.prompts_of(self, prompts, prepend_bos, attention_mask)
-        return generation.batch.generate_batch(self, given, interventions, each, options)
+        )
+        rows = generation.batch.prompts_of(self, prompts, prepend_bos, attention_mask)
+        return generation.batch.generate_batch(self, rows, interventions, each, options)
 
     def hf_generate(
         self,
@@ -231,16 +263,17 @@ class GenerationMethods(RunMethods, WeightMethods):
         use_past_kv_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's own `generate`, with its own arguments and return values; hooks act on every step.
+        """Call the model's own `generate`, with its own arguments and return values; hooks act on
+        every step.
 
         Args:
-            input: text, texts, tokens or embeddings, as for `generate`; texts are padded in front.
+            input: text, texts, tokens or embeddings, as for `generate`; texts are left-padded.
             prepend_bos: start texts with BOS.
-            return_type: None: what the model's `generate` returns; ``"tokens"``, or ``"str"`` (or ``"input"``, as for
-                `generate`) for its sequences as text.
-            stop_at_eos: False goes on after the end of a text.
-            use_past_kv_cache: ``use_cache`` of `generate`; None: the model's own.
-            kwargs: passed on as they are.
+            return_type: None: the return value of the model's `generate`; ``"tokens"``, or
+                ``"str"`` (or ``"input"``, as for `generate`) for its sequences as text.
+            stop_at_eos: False continues after the end of a text.
+            use_past_kv_cache: `generate`'s ``use_cache``; None: the model's default.
+            kwargs: passed on unchanged.
 
         Raises:
             ValueError: an unknown return type.
@@ -260,42 +293,44 @@ class GenerationMethods(RunMethods, WeightMethods):
     def generate_stream(
         self, input: Input = "", *, max_tokens_per_yield: int | None = None, **arguments: Any
     ) -> Iterator[Any]:
-        """Yields a continuation piece by piece, the prompt first.
+        """Yield a continuation piece by piece, the prompt first.
 
-        The pieces join to exactly what `generate` returns: strings (a list of strings, one for each row, for a list of
-        texts), or tokens ``[batch, new]`` to be joined along the last axis. The model runs in a thread of its own, with
-        the hooks of the thread that calls; leaving the loop early ends it at the next token.
+        The pieces join to exactly what `generate` returns: strings (a list of strings, one for each
+        row, for a list of texts), or tokens ``[batch, new]`` to be joined along the last axis. The
+        model runs in a separate thread, with the hooks of the calling thread; leaving the loop
+        early ends it at the next token.
 
         Args:
             input: as for `generate`.
-            max_tokens_per_yield: so many tokens in a piece, fewer in the last one (those without a
-                text do not count); None: pieces as they come.
-            arguments: as for `generate`, without `return_cache`, `return_input_tokens` and `output_logits`.
+            max_tokens_per_yield: the number of tokens in a piece, fewer in the last one (tokens
+                without text do not count); None: one piece per token or complete character.
+            arguments: as for `generate`, without `return_cache`, `return_input_tokens` and
+                `output_logits`.
 
         Raises:
-            TypeError: an argument that nobody knows.
-            ValueError: as `generate`; or tokens that would have to be padded behind.
+            TypeError: an unknown argument.
+            ValueError: as `generate`; or tokens that would need padding on the right.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> pieces = list(bridge.generate_stream("Mary and", max_new_tokens=3, do_sample=False, verbose=False))
-            >>> "".join(pieces) == bridge.generate("Mary and", max_new_tokens=3, do_sample=False, verbose=False)
+            >>> options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
+            >>> pieces = list(bridge.generate_stream("Mary and", **options))
+            >>> "".join(pieces) == bridge.generate("Mary and", **options)
             True
         """
-        return generation.generation.in_pieces(
-            generation.generation.stream(self, input, dict(arguments)), max_tokens_per_yield
-        )
+        stream = generation.generation.stream(self, input, arguments)
+        return generation.generation.in_pieces(stream, max_tokens_per_yield)
 
     # Tracing: interventions as plain Python, in the order in which the model runs.
 
     @property
     def _model_order(self) -> tracing.stops.ModelOrder:
-        """The order of its hook points, worked out by the first trace."""
-        found = self.__dict__.get("_places")
-        if not isinstance(found, tracing.stops.ModelOrder) or not found.are_of(self.wiring.points):
-            found = self.__dict__["_places"] = tracing.stops.ModelOrder(self.wiring.points)
-        return found
+        """The forward order of the bridge's hook points, computed by the first trace."""
+        order = self.__dict__.get("_places")
+        if not isinstance(order, tracing.stops.ModelOrder) or not order.are_of(self.wiring.points):
+            order = self.__dict__["_places"] = tracing.stops.ModelOrder(self.wiring.points)
+        return order
 
     @refuse_wrong_types
     def trace(
@@ -310,56 +345,68 @@ class GenerationMethods(RunMethods, WeightMethods):
         stop_at_layer: int | None = None,
         **model_kwargs: Any,
     ) -> tracing.trace.Trace:
-        """A run of the model that waits wherever the body of a ``with`` statement asks for an activation.
-
-        The body is ordinary Python. ``run[name]`` lets the model go on to that hook point and returns the activation,
-        a real tensor: what is changed in it in place, or assigned (``run[name] = x``), the model goes on with. Points
-        are asked for in the model's order. The idea of writing interventions so is nnsight's (Fiotto-Kaufman et al.
-        2024), whose later versions run the body in a greenlet, in strict turns with the model; here it is the model
-        that runs in one, and the body stays in its own frame.
+        """Return a run of the model that pauses wherever the body of a ``with`` statement reads an
+        activation. The body is ordinary Python. ``run[name]`` runs the model up to that hook point
+        and returns the activation, a real tensor; the model continues with your in-place changes or
+        assignments (``run[name] = x``). Request points in forward order. This way of writing
+        interventions is nnsight's idea (Fiotto-Kaufman et al. 2024). Its later versions run the
+        body in a greenlet, in strict turns with the model; here the model runs in the greenlet, and
+        the body stays in its own frame.
 
         Args:
-            input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs: as for
-                `forward`.
+            input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer,
+                model_kwargs: as for `forward`.
             capture: hook points whose activations can be read in any order, and after the block.
 
         Returns:
             The trace, for a ``with`` statement.
 
         Raises:
-            TypeError: an argument that neither the bridge nor the model knows, or an input of a wrong type.
+            TypeError: an argument that neither the bridge nor the model knows, or an input of a
+                wrong type.
             ValueError: a layer out of range, a prompt that is too long.
             UnknownHookError: a name that no hook point has.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> with bridge.trace("When Mary and John went to the store, John gave a drink to") as run:
+            >>> prompt = "When Mary and John went to the store, John gave a drink to"
+            >>> with bridge.trace(prompt) as run:
             ...     pattern = run["blocks.2.attn.hook_pattern"]
             ...     run["blocks.3.attn.hook_z"][:, :, 1] = 0
             >>> pattern.shape, run.logits.shape[0]
             (torch.Size([1, 4, 15, 15]), 1)
         """
-        asked = Request(input, prepend_bos, padding_side, attention_mask, start_at_layer, stop_at_layer, model_kwargs)
-        return tracing.trace.Trace(self, self._model_order, asked, capture)
+        request = Request(
+            input,
+            prepend_bos,
+            padding_side,
+            attention_mask,
+            start_at_layer,
+            stop_at_layer,
+            model_kwargs,
+        )
+        return tracing.trace.Trace(self, self._model_order, request, capture)
 
-    def trace_generate(self, input: Input = "", **arguments: Any) -> tracing.generation.GenerationTrace:
-        """A generation that waits wherever the body of a ``with`` statement asks for an activation.
-
-        ``for step in run.steps`` goes through its steps, the prompt's first; ``step[name]`` is as ``run[name]`` in a
-        trace, of that step. Edits that are made outside of the loop (``run[name][:, -1] = 0``, ``run[name] += v``,
-        ``run[name] = x``) are made at every step.
+    def trace_generate(
+        self, input: Input = "", **arguments: Any
+    ) -> tracing.generation.GenerationTrace:
+        """Return a generation that pauses where the body of a ``with`` statement reads activations.
+        ``for step in run.steps`` iterates over its steps, starting with the prompt's;
+        ``step[name]`` works like ``run[name]`` in a trace, for that step. Edits outside the loop
+        (``run[name][:, -1] = 0``, ``run[name] += v``, ``run[name] = x``) apply at every step.
 
         Args:
-            input, arguments: as for `generate`, but for `return_type`, `return_cache`, `return_input_tokens`,
-                `output_logits`, `names_filter` and `device`; `verbose` is off unless it is asked for.
+            input, arguments: as for `generate`, except `return_type`, `return_cache`,
+                `return_input_tokens`, `output_logits`, `names_filter` and `device`; `verbose` is
+                off by default.
 
         Returns:
             The generation, for a ``with`` statement; afterwards it has `tokens` and `text`.
 
         Raises:
-            TypeError: an argument that nobody knows, or a model that does not generate.
-            ValueError: no room in the context.
+            TypeError: an unknown argument, or a model that cannot generate.
+            ValueError: the context is full.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -374,24 +421,29 @@ class GenerationMethods(RunMethods, WeightMethods):
 
     @refuse_wrong_types
     def trace_edit(
-        self, body: tracing.edit.TraceBody, *, prompt: Input | None = None, points: Sequence[str] | None = None
+        self,
+        body: tracing.edit.TraceBody,
+        *,
+        prompt: Input | None = None,
+        points: Sequence[str] | None = None,
     ) -> tracing.edit.Edit:
-        """Turns the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks` and `generate`.
-
-        In each forward pass (of a generation: in each step) the body runs once, in step with the model. A point that
-        does not run is passed over, as a hook there would be.
+        """Turn the body of a trace, written as a function, into hooks for `hooks`, `run_with_hooks`
+        and `generate`. In each forward pass (in a generation, at each step) the body runs once,
+        alternating with the model. A point that does not run is skipped, as a hook there would be.
 
         Args:
-            body: called with what has activations by name: ``run[name]`` and ``run[name] = x``.
-            prompt: what it is tried on, to find the hook points that it asks for; None: four tokens.
-            points: these hook points, in place of trying.
+            body: called with an object that gives access to activations: ``run[name]`` and
+                ``run[name] = x``.
+            prompt: the prompt of a trial run, which finds the hook points that the body requests;
+                None: four tokens.
+            points: the hook points that the body requests, instead of a trial run.
 
         Returns:
             Pairs of a name and a function.
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: the body asks for nothing.
+            ValueError: the body requests no activation.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -399,31 +451,34 @@ class GenerationMethods(RunMethods, WeightMethods):
             >>> def halve_if_large(run):
             ...     if run["blocks.1.hook_resid_post"].norm() > 1:
             ...         run["blocks.2.hook_mlp_out"] *= 0.5
-            >>> edit = bridge.trace_edit(halve_if_large, points=["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"])
+            >>> points = ["blocks.1.hook_resid_post", "blocks.2.hook_mlp_out"]
+            >>> edit = bridge.trace_edit(halve_if_large, points=points)
             >>> with bridge.hooks(fwd_hooks=edit):
             ...     loss = bridge("Mary and John", return_type="loss")
         """
         if points is None:
-            probe = torch.zeros(1, 4, dtype=torch.long) if prompt is None else prompt
+            probe = torch.zeros(1, 4, dtype=torch.long, device="cpu") if prompt is None else prompt
             # The user's hooks see nothing of it.
             with torch.no_grad(), without_hooks(), self.trace(probe) as run:
-                found = tracing.edit.points_asked_for(self.names, body, run)
+                hooks = tracing.edit.points_asked_for(self.names, body, run)
         else:
-            found = [self.names.find(name) for name in points]
-        return tracing.edit.Edit(self.names, body, found)
+            hooks = [self.names.find(name) for name in points]
+        return tracing.edit.Edit(self.names, body, hooks)
 
     def shapes(self, input: Input, **forward_kwargs: Any) -> tracing.access.Shapes:
-        """The shape and type of every activation, without computing one: from torch's fake tensors.
+        """Return every activation's shape and dtype without computing anything: a run on fake
+        tensors.
 
         Args:
             input, forward_kwargs: as for `forward`. The model may be on the meta device.
 
         Returns:
-            By hook point, under all names. Where a number depends on values (how many tokens an expert is given), the
-            shape has None. Points that this input does not come to are absent.
+            A mapping from all names of each hook point. If a size depends on values (how many
+            tokens an expert receives), the shape contains None. Points that do not run for this
+            input are absent.
 
         Raises:
-            RuntimeError: the model's own code asks for a value on its way.
+            RuntimeError: the model's own code needs a tensor's value.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -434,7 +489,8 @@ class GenerationMethods(RunMethods, WeightMethods):
         return tracing.access.shapes(self, input, forward_kwargs)
 
     def save(self, x: T) -> T:
-        """Returns `x`. Values of a trace are real tensors and stay: this is for code that comes from nnsight.
+        """Return `x` unchanged, for code written for nnsight: values of a trace are real tensors
+        and need no saving.
 
         Args:
             x: anything.
@@ -449,28 +505,30 @@ class GenerationMethods(RunMethods, WeightMethods):
         interventions: Sequence[HookSpec] = (),
         inputs: Mapping[str, Tensor | float] | None = None,
     ) -> programs.programs.Program:
-        """A run with captured activations and interventions as a plain module, to be compiled, exported, served.
-
-        What hooks do is lowered into it once: its forward has no context and attaches nothing. Hooks that a run would
-        see now (those that were added, those of an open ``with``) are part of it.
+        """Return a run with captured activations and interventions as a plain module that can be
+        compiled, exported and served. The hooks are built in once: its forward uses no context and
+        attaches nothing. Currently active hooks (added ones, and those of an open ``with``) become
+        part of it.
 
         Args:
-            capture: which activations it returns: a name or alias, a list of them, a function of the name.
-            interventions: pairs (hook points, function), as for `run_with_hooks`, or what `trace_edit` returns. A
-                function is called as ``fn(activation, hook=point)``, and given the declared inputs that its signature
-                names as keywords.
-            inputs: the declared inputs by name, each with an example (a tensor, or a number): a steering vector, a
-                strength, a value to be patched in, a mask over heads. Calls give them other values.
+            capture: the activations to return: a name or alias, a list of them, or a function of
+                the name.
+            interventions: pairs (hook points, function), as for `run_with_hooks`, or the result of
+                `trace_edit`. A function is called as ``fn(activation, hook=point)``, with the
+                declared inputs that its signature names as further keywords.
+            inputs: the declared inputs by name, each with an example (a tensor, or a number): a
+                steering vector, a strength, a value to patch in, a mask over heads. Each call
+                passes its own values.
 
         Returns:
-            A module: ``program(tokens, attention_mask=..., vector=...)`` returns a mapping from ``"logits"`` and each
-            captured name to its tensor.
+            A module: ``program(tokens, attention_mask=..., vector=...)`` returns a mapping from
+            ``"logits"`` and each captured name to its tensor.
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: a hook point that no program can have; a model that reads images or sound before text; an input
-                that no function takes; a filter that matches nothing.
-            TypeError: a function that asks for an input which is not declared.
+            ValueError: a hook point that programs do not support; a model that reads images or
+                sound before text; an input that no function takes; a filter that matches nothing.
+            TypeError: a function with a parameter that is not a declared input.
 
         Example:
             >>> import torch
@@ -488,7 +546,9 @@ class GenerationMethods(RunMethods, WeightMethods):
             True
         """
         check_specs("interventions", interventions)
-        pairs = [(hook, checked_function(hook, fn)) for names, fn in interventions for hook in self.select_hooks(names)]
+        pairs = []
+        for names, fn in interventions:
+            pairs += [(hook, checked_function(hook, fn)) for hook in self.select_hooks(names)]
         none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
         points = [] if none or capture is None else self.select_hooks(capture)
         return programs.programs.Program(self, points, pairs, inputs or {})
@@ -505,26 +565,30 @@ class GenerationMethods(RunMethods, WeightMethods):
         path: str | Path | None = None,
         **options: Any,
     ) -> versions.ExportedModel:
-        """A run with captured activations and interventions for another runtime, through transformers' exporters.
+        """Export a run with captured activations and interventions for another runtime, through
+        transformers' exporters.
 
         Args:
-            example: text, texts, tokens ``[batch, pos]``, or the model's arguments by name, as a tokenizer gives them.
-                What it has is what the exported program takes, with the declared inputs.
+            example: text, texts, tokens ``[batch, pos]``, or the model's arguments by name, as a
+                tokenizer returns them. The exported program takes the same arguments, and the
+                declared inputs.
             format: ``"dynamo"`` (`torch.export`), ``"onnx"``, ``"executorch"`` or ``"openvino"``.
             capture, interventions, inputs: as for `program`.
             dynamic, path, options: as for `Program.export`.
 
         Returns:
-            transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its runtime and returns
-            what the program returns.
+            transformers' `ExportedModel`: ``exported(input_ids=..., vector=...)`` runs it in its
+            runtime, with the same result as the program.
 
         Raises:
             VersionError: transformers is older than 5.23.
-            ImportError: the format needs something that is not installed; the error names the command.
-            UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
+            ImportError: the format needs something that is not installed; the error names the
+            command. UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
         """
         program = self.program(capture, interventions, inputs)
-        if isinstance(example, str) or (isinstance(example, Sequence) and example and isinstance(example[0], str)):
+        if isinstance(example, str) or (
+            isinstance(example, Sequence) and example and isinstance(example[0], str)
+        ):
             batch = self.batch_of([example] if isinstance(example, str) else example)
             mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
             example = {"input_ids": batch.tokens, "attention_mask": mask}

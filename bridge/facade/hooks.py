@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from adapters.inputs import takes
+from bridge.arguments import CannotBeDoneError, check_choice, refuse_wrong_types
 from bridge.facade.facade import WrappedModel
-from bridge.hooks.arguments import CannotBeDoneError, check_choice, refuse_wrong_types
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import Handle, HookPoint
 from bridge.hooks.names import NamesFilter
@@ -23,18 +23,19 @@ from bridge.run.tokenization import Batch, TextOptions, TokenizerFacts, Tokens
 
 
 class AddsHooks:
-    """Adding and removing hooks: what a bridge shares with a user's own module that holds hook points."""
+    """Methods that add and remove hooks, shared by bridges and users' own modules with hook
+    points."""
 
     def hook_points(self) -> Collection[HookPoint]:
-        """All hook points."""
+        """Return all hook points."""
         raise NotImplementedError
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> Sequence[HookPoint]:
-        """The hook points that a filter chooses."""
+        """Return the hook points that a filter selects."""
         raise NotImplementedError
 
     def check_heads(self, hook: HookPoint, heads: Index) -> None:
-        """Refuses heads that a hook point does not have, where it is known how many it has."""
+        """Reject heads that a hook point does not have, if its number of heads is known."""
 
     def add_hook(
         self,
@@ -50,31 +51,34 @@ class AddsHooks:
         queries: Index = None,
         keys: Index = None,
     ) -> list[Handle]:
-        """Adds a function to hook points, for all runs, of any thread, until it is removed.
+        """Add a function to hook points, for all runs in all threads, until it is removed.
 
         Args:
             name: a name, an alias, a list of them, or a function of the name.
             hook: called as ``hook(activation, hook=point)``.
             dir, is_permanent, level, prepend: as for `HookPoint.add_hook`.
-            hook_fn: another name of `hook`.
-            heads, queries, keys: which alone it is shown, and may change, as by `bridge.interventions.Touching`: of
-                scores and patterns no others are made. None: all.
+            hook_fn: another name for `hook`. heads, queries, keys: show the function only these,
+                and let it change only these, as `bridge.interventions.Touching` does; other scores
+                and patterns are not even computed. None: all.
 
         Returns:
             A handle for each hook point, with `remove()`.
 
         Raises:
             UnknownHookError: a name that no hook point has.
-            ValueError: a filter that matches nothing; heads of an activation without any.
+            ValueError: a filter that matches nothing; heads of an activation that has none.
             IndexError: there are no such heads.
-            TypeError: not one function.
+            TypeError: no function, or two.
         """
         if (hook is None) == (hook_fn is None):
             raise TypeError("add_hook takes one function: as `hook`, or as `hook_fn`")
         function = hook_fn if hook is None else hook
         assert function is not None
         if isinstance(function, str | HookPoint):
-            raise TypeError(f"add_hook takes the hook point first, then the function: add_hook({function!r}, function)")
+            raise TypeError(
+                f"add_hook takes the hook point first, then the function: add_hook({function!r},"
+                " function)"
+            )
         if not (heads is None and queries is None and keys is None):
             function = Touching(function, heads=heads, queries=queries, keys=keys)
         handles: list[Handle] = []
@@ -100,7 +104,7 @@ class AddsHooks:
         queries: Index = None,
         keys: Index = None,
     ) -> list[Handle]:
-        """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
+        """Add a hook that `reset_hooks` leaves alone unless told otherwise.
 
         Args:
             name, hook, dir, hook_fn, heads, queries, keys: as for `add_hook`.
@@ -108,14 +112,22 @@ class AddsHooks:
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> (handle,) = bridge.add_perma_hook("blocks.0.hook_mlp_out", hook_fn=lambda x, hook: x * 0)
+            >>> zero = lambda x, hook: x * 0
+            >>> (handle,) = bridge.add_perma_hook("blocks.0.hook_mlp_out", hook_fn=zero)
             >>> bridge.reset_hooks()
             >>> bool((bridge.run_with_cache("Mary")[1]["mlp_out", 0] == 0).all())
             True
             >>> handle.remove()
         """
         return self.add_hook(
-            name, hook, dir, is_permanent=True, hook_fn=hook_fn, heads=heads, queries=queries, keys=keys
+            name,
+            hook,
+            dir,
+            is_permanent=True,
+            hook_fn=hook_fn,
+            heads=heads,
+            queries=queries,
+            keys=keys,
         )
 
     def reset_hooks(
@@ -125,13 +137,14 @@ class AddsHooks:
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes the hooks that were added from all hook points. Those of a ``with`` statement go with it.
+        """Remove added hooks from all hook points. (Hooks of a ``with`` statement end with that
+        statement.)
 
         Args:
             clear_contexts: empty every hook point's `ctx`.
             direction: ``"fwd"``, ``"bwd"`` or ``"both"``.
-            including_permanent: permanent ones too.
-            level: only those that were added at this level.
+            including_permanent: also remove permanent hooks.
+            level: remove only hooks that were added at this level.
         """
         check_choice("direction", direction, ("fwd", "bwd", "both"))
         if clear_contexts:
@@ -141,7 +154,7 @@ class AddsHooks:
                 point.remove_hooks(direction, including_permanent, level)
 
     def clear_contexts(self) -> None:
-        """Empties the `ctx` of all hook points."""
+        """Empty the `ctx` of all hook points."""
         for point in self.hook_points():
             point.clear_context()
 
@@ -154,7 +167,7 @@ class AddsHooks:
         cache: dict[str, Tensor] | None = None,
         pos_slice: PosSlice = None,
     ) -> tuple[dict[str, Tensor], list[tuple[str, HookFunction]], list[tuple[str, HookFunction]]]:
-        """Hooks that fill a dictionary with activations, for `run_with_hooks` or `hooks`.
+        """Return hooks that fill a dictionary with activations, for `run_with_hooks` or `hooks`.
 
         Args:
             names_filter, incl_bwd, device, remove_batch_dim, pos_slice: as for `run_with_cache`.
@@ -164,14 +177,16 @@ class AddsHooks:
             The dictionary, the forward hooks and the backward hooks.
 
         Raises:
-            ValueError: positions of hook points in a module of the user's, of which nobody says which axis counts them.
+            ValueError: positions are selected at hook points of a user's own module, whose position
+                axis is unknown.
         """
         cache = {} if cache is None else cache
         points = self.select_hooks(names_filter)
-        if pos_slice is not None and (unsaid := [point.name for point in points if point.point.axes == "..."]):
+        unknown = [point.name for point in points if point.point.axes == "..."]
+        if pos_slice is not None and unknown:
             raise ValueError(
-                f"pos_slice is {pos_slice!r}, and nothing says which axis of {', '.join(unsaid[:3])} counts positions: "
-                "index what is kept"
+                f"pos_slice is {pos_slice!r}, and nothing says which axis of"
+                f" {', '.join(unknown[:3])} counts positions: index what is kept"
             )
         forward, backward = caching_functions(cache, device, remove_batch_dim, pos_slice)
         return (
@@ -189,10 +204,11 @@ class AddsHooks:
         cache: dict[str, Tensor] | None = None,
         pos_slice: PosSlice = None,
     ) -> dict[str, Tensor]:
-        """Adds hooks that fill a dictionary with the activations of every run until `reset_hooks`.
+        """Add hooks that fill a dictionary with the activations of every run until `reset_hooks`.
 
         Args:
-            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice: as for `get_caching_hooks`.
+            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice: as for
+            `get_caching_hooks`.
 
         Returns:
             The dictionary.
@@ -208,21 +224,24 @@ class AddsHooks:
 
 
 class HookMethods(WrappedModel, AddsHooks):
-    """The methods of a bridge that choose hook points, add hooks for all runs, and turn text into tokens and back."""
+    """A bridge's methods for selecting hook points, adding hooks for all runs, and converting text
+    to tokens and back.
+    """
 
     _facts: TokenizerFacts | None = None
 
     def hook_points(self) -> Collection[HookPoint]:
-        """All hook points, in the order of the computation."""
+        """Return all hook points, in the order of the computation."""
         return self.hook_dict.values()
 
     def select_hooks(self, names: NamesFilter | HookPoint) -> list[HookPoint]:
-        """The hook points that a filter chooses, in the order of the computation.
+        """Return the hook points that a filter selects, in the order of the computation.
 
         Args:
-            names: a name, an alias, a list of them, a hook point; a function, which is asked about every name and
-                every alias that there is, and chooses a point when it accepts any of its names; None: all but the
-                heavy ones that are not switched on by the ``set_use_*`` methods, and the extra ones.
+            names: a name, an alias, a list of them, a hook point; a function, which is called with
+                every name and alias, and selects a point if it accepts any of its names; None: all
+                except extra points, and heavy points that the ``set_use_*`` methods have not
+                enabled.
 
         Raises:
             UnknownHookError: a name that no hook point has.
@@ -231,66 +250,72 @@ class HookMethods(WrappedModel, AddsHooks):
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> [hook.name for hook in bridge.select_hooks(lambda name: name.endswith("ln1.hook_scale"))][:2]
+            >>> hooks = bridge.select_hooks(lambda name: name.endswith("ln1.hook_scale"))
+            >>> [hook.name for hook in hooks][:2]
             ['blocks.0.ln1.hook_scale', 'blocks.1.ln1.hook_scale']
         """
         if isinstance(names, HookPoint):
             if self.hook_dict.get(names.name) is not names:
+                self.wiring.check_registered(names)
                 raise ValueError(f"{names!r} belongs to another bridge")
             return [names]
         return self.names.select(names, lambda flag: bool(getattr(self.cfg, flag)))
 
     def get_hook_point(self, hook_name: str) -> HookPoint:
-        """The hook point of a name or an alias.
+        """Return the hook point of a name or an alias.
 
         Args:
-            hook_name: such as ``blocks.0.attn.hook_q``.
+            hook_name: the name, such as ``blocks.0.attn.hook_q``.
 
         Raises:
-            UnknownHookError: there is none.
+            UnknownHookError: there is no such hook point.
         """
         return self.names.find(hook_name)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Whether an unfiltered cache holds `attn.hook_result`."""
+        """Set whether an unfiltered cache holds `attn.hook_result`."""
         self.cfg.use_attn_result = use_attn_result
 
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and `hook_v_input`."""
+        """Set whether an unfiltered cache holds `hook_q_input`, `hook_k_input` and
+        `hook_v_input`.
+        """
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Whether an unfiltered cache holds `hook_attn_in`."""
+        """Set whether an unfiltered cache holds `hook_attn_in`."""
         self.cfg.use_attn_in = use_attn_in
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Whether an unfiltered cache holds `hook_mlp_in`."""
+        """Set whether an unfiltered cache holds `hook_mlp_in`."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     # Text to tokens and back; the tokenizer is never changed.
 
     @property
     def tokenizer_facts(self) -> TokenizerFacts:
-        """What the tokenizer does by itself.
+        """The tokenizer's own behaviour.
 
         Raises:
             ValueError: the bridge has no tokenizer.
         """
-        taken = takes(self.core)
-        if self.tokenizer is None and taken.tokens is None:
+        tokenizer, facts = self.tokenizer, self._facts
+        if tokenizer is None:
+            inputs = takes(self.core)
+            if inputs.tokens is None:
+                raise CannotBeDoneError(
+                    f"{type(self.core).__name__} reads {inputs.main}, not text: it has no tokens."
+                    f" Give the bridge that tensor, as in bridge.run_with_cache({inputs.main}=...)"
+                )
             raise CannotBeDoneError(
-                f"{type(self.core).__name__} reads {taken.main}, not text: it has no tokens. Give the bridge that "
-                f"tensor, as in bridge.run_with_cache({taken.main}=...)"
+                "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model,"
+                " tokenizer) gives one"
             )
-        if self.tokenizer is None:
-            raise CannotBeDoneError(
-                "this bridge has no tokenizer, so it takes tokens only; TransformerBridge(model, tokenizer) gives one"
-            )
-        if self._facts is None or self._facts.tokenizer is not self.tokenizer:
-            self._facts = TokenizerFacts(self.tokenizer)
-            self.cfg.tokenizer_prepends_bos = self._facts.adds_bos
-            self.cfg.tokenizer_appends_eos = self.tokenizer.eos_token_id in self._facts.ending
-        return self._facts
+        if facts is None or facts.tokenizer is not tokenizer:
+            self._facts = facts = TokenizerFacts(tokenizer)
+            self.cfg.tokenizer_prepends_bos = facts.adds_bos
+            self.cfg.tokenizer_appends_eos = tokenizer.eos_token_id in facts.ending
+        return facts
 
     def batch_of(
         self,
@@ -299,18 +324,22 @@ class HookMethods(WrappedModel, AddsHooks):
         padding_side: str | None = None,
         longest: int | None = None,
     ) -> Batch:
-        """Texts as token rows of one length, with the mask that says which tokens are padding.
+        """Return texts as token rows of one length, with the mask of padding.
 
-        Words that the tokenizer does not know are named in an `UnknownWordWarning`, here and wherever a text is given.
+        An `UnknownWordWarning` names words that the tokenizer does not know, here and wherever you
+        pass text.
 
         Args:
-            texts: one or more.
-            prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
-            padding_side: where shorter rows are padded; None: the tokenizer's own side.
-            longest: how many tokens a row may have; longer ones lose what is beyond (but for EOS or SEP at their end).
+            texts: one or more texts.
+            prepend_bos: start each text with BOS; None: ``cfg.default_prepend_bos``, if the
+                tokenizer has a BOS.
+            padding_side: the side on which shorter rows are padded; None: the tokenizer's.
+            longest: the maximum number of tokens in a row; longer rows are truncated (but keep EOS
+                or SEP at their end).
 
         Raises:
-            ValueError: no tokenizer, no texts, BOS asked for where there is none, or an unknown side.
+            ValueError: no tokenizer, no texts, BOS requested from a tokenizer without one, or an
+                unknown side.
         """
         return tokenization.batch_of(self, texts, TextOptions(prepend_bos, padding_side, longest))
 
@@ -322,14 +351,15 @@ class HookMethods(WrappedModel, AddsHooks):
         move_to_device: bool = True,
         truncate: bool = True,
     ) -> Int[Tensor, "batch pos"]:
-        """Text as tokens.
+        """Convert text to tokens.
 
         Args:
-            input: a text or several; or a chat (messages with ``role`` and ``content``), by the tokenizer's template
-                for chats, with what comes before the answer.
-            prepend_bos: start each with BOS; None: ``cfg.default_prepend_bos``, where the tokenizer has a BOS.
-            padding_side: where shorter rows are padded; None: the tokenizer's own side.
-            move_to_device: put the tokens where the model is.
+            input: a text or several; or a chat (messages with ``role`` and ``content``), formatted
+                by the tokenizer's chat template, up to where the answer starts.
+            prepend_bos: start each text with BOS; None: ``cfg.default_prepend_bos``, if the
+                tokenizer has a BOS.
+            padding_side: the side on which shorter rows are padded; None: the tokenizer's.
+            move_to_device: put the tokens on the model's device.
             truncate: cut rows that are longer than the model's context.
 
         Returns:
@@ -344,15 +374,17 @@ class HookMethods(WrappedModel, AddsHooks):
             >>> bridge.to_tokens("Mary and John").shape
             torch.Size([1, 4])
         """
-        return tokenization.to_tokens(self, input, TextOptions(prepend_bos, padding_side), move_to_device, truncate)
+        return tokenization.to_tokens(
+            self, input, TextOptions(prepend_bos, padding_side), move_to_device, truncate
+        )
 
     def to_string(
         self, tokens: Int[Tensor, "..."] | Sequence[int] | Sequence[Int[Tensor, "..."]] | int
     ) -> str | list[str]:
-        """Tokens as text: one string for one row, a list for a batch.
+        """Convert tokens to text: one string for one row, a list for a batch.
 
         Args:
-            tokens: ids, ``[]``, ``[pos]`` or ``[batch, pos]``, or a list of such.
+            tokens: ids, ``[]``, ``[pos]`` or ``[batch, pos]``, or a list of these.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -369,7 +401,7 @@ class HookMethods(WrappedModel, AddsHooks):
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
     ) -> list[str] | list[list[str]]:
-        """A text or a row of tokens as the text of each token; a list of lists for several.
+        """Return a text or a row of tokens as the text of each token; a list of lists for several.
 
         Args:
             input: a text, several, or tokens ``[pos]``, ``[1, pos]`` or ``[batch, pos]``.
@@ -385,10 +417,11 @@ class HookMethods(WrappedModel, AddsHooks):
 
     @refuse_wrong_types
     def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token.
+        """Return the id of a text that is one token.
 
         Raises:
-            ValueError: it is none, or more than one, or has a word that the tokenizer does not know.
+            ValueError: it is empty, more than one token, or contains a word that the tokenizer does
+                not know.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -398,9 +431,28 @@ class HookMethods(WrappedModel, AddsHooks):
         """
         return tokenization.to_single_token(self, string)
 
+    def to_answer_token(self, answer: str) -> int:
+        """Return the id of a text that is compared as the next token of a prompt.
+
+        A warning (`MissingSpaceWarning`) names both tokens if a word lacks the space with which it
+        follows another: ``"Mary"`` is another token than ``" Mary"``.
+
+        Args:
+            answer: the text.
+
+        Raises:
+            ValueError: as `to_single_token`.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> TransformerBridge.boot_embedded().to_answer_token(" Mary")
+            7
+        """
+        return tokenization.to_answer_token(self, answer)
+
     @refuse_wrong_types
     def to_single_str_token(self, int_token: int) -> str:
-        """The text of one token.
+        """Return the text of one token.
 
         Args:
             int_token: its id.
@@ -415,21 +467,22 @@ class HookMethods(WrappedModel, AddsHooks):
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
     ) -> int:
-        """Where a token stands in a text.
+        """Return the position of a token in a text.
 
         Args:
             single_token: the token, as text or id.
             input: a text, or tokens ``[pos]`` or ``[1, pos]``.
-            mode: ``"first"`` or ``"last"`` of several places.
+            mode: ``"first"`` or ``"last"`` occurrence.
             prepend_bos, padding_side: as for `to_tokens`, for a text.
 
         Raises:
-            ValueError: it does not stand there; there is more than one row; or an unknown mode.
+            ValueError: the token does not occur, there are several rows, or the mode is unknown.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> bridge.get_token_position(" John", "When Mary and John went to the store, John gave", mode="last")
+            >>> prompt = "When Mary and John went to the store, John gave"
+            >>> bridge.get_token_position(" John", prompt, mode="last")
             10
         """
         options = TextOptions(prepend_bos, padding_side)

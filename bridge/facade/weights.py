@@ -14,8 +14,8 @@ from bridge.analysis.analysis import Index, layer_of
 from bridge.analysis.layer_outputs import neuron_labels
 from bridge.analysis.residual import Tokens, directions_of
 from bridge.analysis.svd import Labels, all_scores
+from bridge.arguments import refuse_wrong_types
 from bridge.facade.hooks import HookMethods
-from bridge.hooks.arguments import refuse_wrong_types
 from bridge.hooks.context import without_hooks
 from bridge.weights import (
     Component,
@@ -30,47 +30,52 @@ from weight_processing.process import OFF, ON, Choice, process, restore
 
 
 class WeightMethods(HookMethods):
-    """The weights of a bridge. Those of one block are attributes of it: ``bridge.blocks[3].attn.W_Q``.
+    """The weights of a bridge. The weights of one block are its attributes:
+    ``bridge.blocks[3].attn.W_Q``.
 
-    A block's weights, and the embeddings, are views of the model's own parameters. The stacks over all layers are new
-    tensors, since the layers do not lie side by side in memory; gradients reach the parameters through both.
+    A block's weights, and the embeddings, are views of the model's own parameters. Stacks over all
+    layers are new tensors, because the layers' weights are not contiguous in memory. Gradients
+    reach the parameters through both.
     """
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The names and tensors of HookedTransformer's state dict.
+        """Return the names and tensors of HookedTransformer's state dict.
 
         Example:
             >>> from bridge import TransformerBridge
-            >>> dict(TransformerBridge.boot_embedded().tl_named_parameters())["blocks.0.attn.W_Q"].shape
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> dict(bridge.tl_named_parameters())["blocks.0.attn.W_Q"].shape
             torch.Size([4, 128, 32])
         """
         return ((name, get()) for name, get in self.weights.getters.items())
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """HookedTransformer's state dict, as a dictionary."""
+        """Return HookedTransformer's state dict, as a dictionary."""
         return dict(self.tl_named_parameters())
 
     @property
     def n_params_total(self) -> int:
-        """The number of parameters, embeddings included, shared ones once."""
+        """The number of parameters, with embeddings; shared parameters count once."""
         return self.cfg.n_params
 
     def stack_params_for(
         self, submodule: str, attr_path: str, reshape_fn: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[list[int], Float[Tensor, "layer ..."]]:
-        """One weight of those blocks that have a part, and which blocks they are.
+        """Return one weight of all blocks that have a part, stacked, and the indices of these
+        blocks.
 
         Args:
             submodule: the part, such as ``mlp``.
             attr_path: the weight, such as ``mlp.W_in``.
-            reshape_fn: is done to each weight.
+            reshape_fn: a function applied to each weight.
 
         Raises:
             ValueError: no block has it.
 
         Example:
             >>> from bridge import TransformerBridge
-            >>> layers, weights = TransformerBridge.boot_embedded().stack_params_for("attn", "attn.W_O")
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> layers, weights = bridge.stack_params_for("attn", "attn.W_O")
             >>> layers, weights.shape[0]
             ([0, 1, 2, 3], 4)
         """
@@ -89,12 +94,12 @@ class WeightMethods(HookMethods):
 
     @property
     def W_pos(self) -> Float[Tensor, "n_ctx d_model"]:
-        """The position embedding, where it is learned."""
+        """The position embedding, if it is learned."""
         return self._weight("pos_embed.W_pos", "embed.pos_embed.W_pos")
 
     @property
     def W_E_pos(self) -> Float[Tensor, "d_vocab_and_n_ctx d_model"]:
-        """Token and position embeddings, one under the other."""
+        """Token and position embeddings, concatenated along the rows."""
         return torch.cat([self.W_E, self.W_pos])
 
     @property
@@ -129,7 +134,7 @@ class WeightMethods(HookMethods):
 
     @property
     def W_in(self) -> Float[Tensor, "n_layers d_model d_mlp"]:
-        """The MLPs' input weights (of gated ones, parallel to the gate)."""
+        """The MLPs' input weights (in gated MLPs, the projection parallel to the gate)."""
         return self._stack("mlp", "W_in")
 
     @property
@@ -169,7 +174,7 @@ class WeightMethods(HookMethods):
 
     @property
     def b_gate(self) -> Float[Tensor, "n_layers d_mlp"]:
-        """Gated MLPs' gate biases, where their gates have some."""
+        """The gate biases of gated MLPs, if their gates have biases."""
         return self._stack("mlp", "b_gate")
 
     @property
@@ -190,23 +195,26 @@ class WeightMethods(HookMethods):
         check: bool | Literal["each"] = True,
         verbose: bool = False,
     ) -> None:
-        """Makes the weights easier to read, without changing log probabilities. The model's parameters are written to.
-
-        What a model forbids is left out when it is asked for by default, and is an error when it is asked for by name;
-        nothing is written before that is known. ``cfg.processed`` says for each transform that it is done, or why not.
-        What is done already is not done again.
+        """Make the weights easier to interpret, without changing log probabilities. The model's
+        parameters are modified. A transform that is not possible for a model is skipped if it is
+        only a default, and raises an error if you request it explicitly; nothing is modified before
+        this is decided. ``cfg.processed`` says for each transform that it is done, or why not.
+        Finished transforms are not repeated.
 
         Args:
-            fold_ln: fold the norms' weights and biases into what reads them.
-            center_writing_weights: take the mean out of all that is written to the residual stream.
-            center_unembed: take the mean over the vocabulary out of the unembedding.
+            fold_ln: fold the norms' weights and biases into the matrices that read them.
+            center_writing_weights: subtract the mean from everything written to the residual
+                stream.
+            center_unembed: subtract the mean over the vocabulary from the unembedding.
             fold_value_biases: fold the values' biases into the attention's output bias.
-            refactor_factored_attn_matrices: give the matrices of each head orthogonal columns.
-            check: compare the log probabilities of random tokens before and after; ``"each"``: after each transform.
-            verbose: print what was done, and what was left out and why.
+            refactor_factored_attn_matrices: make the columns of each head's matrices orthogonal.
+            check: compare the log probabilities of random tokens before and after; ``"each"``:
+                after each transform.
+            verbose: print the transforms that were done, and the skipped ones, with the reasons.
 
         Raises:
-            ProcessingError: a transform asked for by name is not for this model; or the log probabilities differ.
+            ProcessingError: an explicitly requested transform is not possible for this model; or
+                the log probabilities differ.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -215,14 +223,14 @@ class WeightMethods(HookMethods):
             >>> bool(bridge.W_U.mean(-1).abs().max() < 1e-5), bridge.cfg.normalization_type
             (True, 'RMSPre')
         """
-        given: dict[str, Choice] = {
+        choices: dict[str, Choice] = {
             "fold_ln": fold_ln,
             "center_writing_weights": center_writing_weights,
             "center_unembed": center_unembed,
             "fold_value_biases": fold_value_biases,
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
         }
-        process(self, given, check, without_hooks)
+        process(self, choices, check, without_hooks)
         if verbose:
             print("\n".join(f"{name}: {state}" for name, state in self.cfg.processed.items()))
 
@@ -238,13 +246,16 @@ class WeightMethods(HookMethods):
         check: bool | Literal["each"] = True,
         disable_warnings: bool = False,
     ) -> None:
-        """Makes weights and activations those of ``HookedTransformer.from_pretrained``, with its defaults.
+        """Make weights and activations the same as those of ``HookedTransformer.from_pretrained``
+        with its defaults.
 
         Args:
-            fold_ln, center_writing_weights, center_unembed, fold_value_biases, refactor_factored_attn_matrices, check:
+            fold_ln, center_writing_weights, center_unembed, fold_value_biases,
+            refactor_factored_attn_matrices, check:
                 as for `process_weights`.
-            no_processing: leave the weights as they are (``HookedTransformer.from_pretrained_no_processing``).
-            disable_warnings: is accepted; there are none.
+            no_processing: do not change the weights
+                (``HookedTransformer.from_pretrained_no_processing``).
+            disable_warnings: accepted for compatibility; there are no warnings.
 
         Raises:
             ProcessingError: as for `process_weights`.
@@ -267,10 +278,10 @@ class WeightMethods(HookMethods):
             )
 
     def restore_processing(self) -> None:
-        """Does again what was done to the weights before the model was saved, as its configuration says.
-
-        `boot_transformers` calls it. A saved model has the function of the processed one, but biases for which its
-        class has no place are written as biases of norms; this puts them back.
+        """Repeat the weight processing that was done before the model was saved, as its
+        configuration says. `boot_transformers` calls this. A saved model computes the same
+        function, but biases for which its class has no parameter are saved as biases of norms; this
+        moves them back.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -283,10 +294,11 @@ class WeightMethods(HookMethods):
 
     @property
     def layer_types(self) -> Labels:
-        """What each layer is made of, in the order of the computation: ``attn+mlp``, ``mixer+mlp``, ``mixer``, ...
+        """The parts of each layer, in forward order: ``attn+mlp``, ``mixer+mlp``, ``mixer``, ...
 
-        A state space, a linear attention or a convolution is a mixer. Of an encoder-decoder these are the layers of the
-        encoder, and then those of the decoder. ``unknown``: of an inferred model, where nothing was found out.
+        A state space, a linear attention or a convolution is a mixer. In an encoder-decoder, the
+        encoder's layers come first, then the decoder's. ``unknown``: a layer of an inferred model
+        about which nothing could be inferred.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -297,19 +309,23 @@ class WeightMethods(HookMethods):
         return Labels("+".join(names) or "unknown" for names in layers.values())
 
     @refuse_wrong_types
-    def blocks_with(self, part: str | None = None, *, submodule: str | None = None) -> list[tuple[int, Component]]:
-        """The layers that have a part, with their indices: what hybrids are gone through by.
+    def blocks_with(
+        self, part: str | None = None, *, submodule: str | None = None
+    ) -> list[tuple[int, Component]]:
+        """Return the layers that have a part, with their indices, to iterate over the layers of a
+        hybrid.
 
         Args:
-            part: ``attn``, ``mixer``, ``mlp`` or ``cross_attn``, or another of those in `layer_types`.
-            submodule: another name of `part`.
+            part: ``attn``, ``mixer``, ``mlp``, ``cross_attn``, or another part in `layer_types`.
+            submodule: another name for `part`.
 
         Returns:
-            ``[(index, block), ...]``; of an encoder-decoder the encoder's, then the decoder's, each with its own index.
+            ``[(index, block), ...]``; in an encoder-decoder the encoder's layers, then the
+            decoder's, each counted from 0.
 
         Raises:
-            ValueError: no part is called so.
-            TypeError: not one part.
+            ValueError: no part has this name.
+            TypeError: no part, or two.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -322,14 +338,18 @@ class WeightMethods(HookMethods):
         if (part is None) == (submodule is None):
             raise TypeError("blocks_with takes one part: as `part`, or as `submodule`")
         return layers_with(
-            part or submodule or "", parts_of_layers(self._tree, self.architecture, self.cfg), self._tree
+            part or submodule or "",
+            parts_of_layers(self._tree, self.architecture, self.cfg),
+            self._tree,
+            self.call_part,
         )
 
     @property
     def OV(self) -> FactoredMatrix:
         """Each head's ``W_V @ W_O``, ``[n_layers, n_heads, d_model, d_model]``.
 
-        What a head copies from where it attends. Norms are not in it, but for what `process_weights` folds.
+        The map from the residual stream at the attended position to the head's output. Norms are
+        excluded, except weights that `process_weights` has folded in.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -342,7 +362,8 @@ class WeightMethods(HookMethods):
     def QK(self) -> FactoredMatrix:
         """Each head's ``W_Q @ W_K.T``, ``[n_layers, n_heads, d_model, d_model]``.
 
-        The scores before the scale, but for biases, rotation and norms of queries and keys.
+        The bilinear form of the attention scores, without the scale, biases, rotation, and norms of
+        queries and keys.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -355,16 +376,17 @@ class WeightMethods(HookMethods):
     def all_composition_scores(
         self, mode: Literal["Q", "K", "V"]
     ) -> Float[Tensor, "n_layers n_heads n_layers n_heads"]:
-        """How much each head reads through its queries, keys or values of what each earlier head writes.
-
-        The norm of the product of both matrices, over the product of their norms (Elhage et al. 2021, "A Mathematical
-        Framework for Transformer Circuits").
+        """Return how much each head reads, through its queries, keys or values, from the output of
+        each earlier head. A score is the norm of the product of both matrices, divided by the
+        product of their norms (Elhage et al. 2021, "A Mathematical Framework for Transformer
+        Circuits").
 
         Args:
             mode: ``Q``, ``K`` or ``V``.
 
         Returns:
-            ``[writing layer, head, reading layer, head]``; zero unless the reader is in a later layer.
+            ``[writing layer, head, reading layer, head]``; zero unless the reader is in a later
+            layer.
 
         Raises:
             ValueError: another mode.
@@ -381,15 +403,15 @@ class WeightMethods(HookMethods):
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Float[Tensor, " d_model"]:
-        """The sum of the output biases of all layers before one.
+        """Return the sum of the output biases of all layers before one.
 
-        What they add to the residual stream, but where a norm follows attention or MLP (Gemma 2) or stands on the
-        stream (BERT); a mixture of experts adds none.
+        It is their contribution to the residual stream, unless a norm follows attention or MLP
+        (Gemma 2) or is applied to the stream (BERT). A mixture of experts contributes no bias.
 
         Args:
             layer: from 0 to ``n_layers``; -1: ``n_layers``.
             mlp_input: include the layer's own attention.
-            include_mlp_biases: False: of attention only.
+            include_mlp_biases: False: only attention biases.
 
         Raises:
             ValueError: there is no such layer.
@@ -403,10 +425,11 @@ class WeightMethods(HookMethods):
 
     @refuse_wrong_types
     def tokens_to_residual_directions(self, tokens: Tokens) -> Float[Tensor, "*tokens d_model"]:
-        """The columns of the unembedding that belong to tokens.
+        """Return the columns of the unembedding that belong to tokens.
 
-        The logit of a token is the product of its direction with the final norm's output, plus its bias. A norm's
-        weight that is not folded (`process_weights`) is not in it.
+        The logit of a token is the dot product of its direction and the final norm's output, plus
+        its bias. The weight of the final norm is included only if `process_weights` has folded it
+        in.
 
         Args:
             tokens: one token, as text or id, or ids of any shape.
@@ -426,7 +449,8 @@ class WeightMethods(HookMethods):
 
     @property
     def all_head_labels(self) -> Labels:
-        """The names of all heads: ``L0H0``, ``L0H1``, ...; an encoder-decoder's are ``EL0H0``, ..., ``DL0H0``, ...
+        """The names of all heads: ``L0H0``, ``L0H1``, ...; an encoder-decoder's are ``EL0H0``, ...,
+        ``DL0H0``, ...
 
         Example:
             >>> from bridge import TransformerBridge
@@ -437,7 +461,8 @@ class WeightMethods(HookMethods):
 
     @property
     def attn_head_labels(self) -> Labels:
-        """The names of the heads in the order of `all_composition_scores`: every layer has attention here.
+        """The names of the heads in the order of `all_composition_scores`: every layer has
+        attention here.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -448,10 +473,11 @@ class WeightMethods(HookMethods):
 
     @refuse_wrong_types
     def get_neuron_labels(self, layer: int | None = None, neuron_slice: Index = None) -> list[str]:
-        """The names of the neurons of all layers before one, in the order of `stack_neuron_results`.
+        """Return the names of the neurons of all layers before one, in the order of
+        `stack_neuron_results`.
 
         Args:
-            layer: neurons before this layer; None or -1: all.
+            layer: include neurons before this layer; None or -1: all neurons.
             neuron_slice: which neurons of each layer.
 
         Example:
@@ -459,4 +485,8 @@ class WeightMethods(HookMethods):
             >>> TransformerBridge.boot_embedded().get_neuron_labels(2, (0, 2))
             ['L0N0', 'L0N1', 'L1N0', 'L1N1']
         """
-        return [name for i in range(layer_of(self, layer)) for name in neuron_labels(self, i, neuron_slice)]
+        return [
+            name
+            for i in range(layer_of(self, layer))
+            for name in neuron_labels(self, i, neuron_slice)
+        ]

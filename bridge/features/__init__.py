@@ -1,4 +1,4 @@
-"""What is found in a basis: attribution to features, their graph, interchange interventions, subspaces, directions."""
+"""Analysis in a basis: feature attribution and graphs, interchange interventions, directions."""
 
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
 from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs

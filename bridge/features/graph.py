@@ -1,22 +1,26 @@
-"""Attribution graphs: who sends how much to whom in a local replacement model.
+"""Attribution graphs: the edges between features, errors, tokens and logits in a replacement model.
 
-What comes in: a bridge, a prompt, and hook points in a basis. What goes out: an `AttributionGraph` of features, errors,
-tokens and logits; the `ScoreTerms` of one attention score; or the `HeadLoadings` of what a node receives.
+Input: a bridge, a prompt, and hook points in a basis. Output: an `AttributionGraph` of features,
+errors, tokens and logits; the `ScoreTerms` of one attention score; or the `HeadLoadings` of a
+node's inputs.
 
 The mechanism, in order:
 
-1. `attribution_graph` holds patterns and norm factors (`bridge.linearised`), and refuses a model that still bends.
-2. `_ReplacementRun` runs the model once. What a basis explains becomes its features and what they leave unexplained.
-   Each of these stands in the run as a leaf of autograd's graph: a `_Source`.
-3. A row, what one receiver gets from every node, is its gradient at the leaves, times what stands there (`_rows`); of
-   features in the prompt's first parts in a run of these parts alone (`_rows_of`).
-4. With a limit, `_most_influential` goes from the logits backwards and computes the rows of those features alone that
-   are among the most influential so far. `_among` then makes the graph of the nodes that are kept.
+1. `attribution_graph` freezes patterns and norm factors (`bridge.linearised`), and raises an error
+   if the model is still not linear.
+2. `_ReplacementRun` runs the model once. Activations with a basis become features and a
+   reconstruction error. Each of these is a leaf of the autograd graph: a `_Source`.
+3. A row holds one receiver's inputs from every node: its gradient at the leaves, times the leaves'
+   values (`_rows`). Rows of features at early positions come from runs of a prefix (`_rows_of`).
+4. With a limit, `_most_influential` goes from the logits backwards and computes only the rows of
+   features that are among the most influential so far. `_Assembly` then builds the graph of the
+   nodes that are kept.
 5. `score_terms` takes the rows of one query and one key, whose product is the score.
-6. `head_loadings` cuts a second run at every head. There a receiver's gradient is what it takes from a head past no
-   other one; the rows of that product in the first run are what reaches the receiver through the head last.
+6. `head_loadings` cuts a second run at every head. A receiver's gradient there is its direct input
+   from a head, through no other head; the rows of that product in the first run are the inputs that
+   reach the receiver through this head last.
 
-It knows nothing of what bases are made of, and asks for a picture when one is drawn.
+It does not depend on how bases are built; pictures are imported only for drawing.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ import errno
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -40,25 +44,30 @@ from torch.overrides import TorchFunctionMode
 from adapters.sealed import read_file, sealed
 from adapters.views.basis import InBasis, dense
 from bridge.analysis.analysis import refuse_no_stream, refuse_training
+from bridge.arguments import check_positive, refuse_wrong_types
 from bridge.bases.bases import takes_over, written_later
 from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import refuse_inference_mode, token_mask
-from bridge.hooks.arguments import check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import close
+from bridge.modules import close
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
 
-#: What begins the residual stream: all of it, or what is added up.
+#: Hook points that start the residual stream: all of it, or the summed embeddings.
 _WHOLE_BEGINNING, _BEGINNINGS = "hook_full_embed", ("hook_embed", "hook_pos_embed")
-#: What bases may stand on: the stream, what is added to it, and what a part's last matrix makes that of.
+#: Hook points allowed for bases: the stream, outputs added to it, and inputs of output projections.
 _LINEAR_BEHIND = (
-    ".hook_resid_pre", ".hook_resid_mid", ".hook_resid_post", ".hook_attn_out", ".hook_mlp_out", ".attn.hook_z",
+    ".hook_resid_pre",
+    ".hook_resid_mid",
+    ".hook_resid_post",
+    ".hook_attn_out",
+    ".hook_mlp_out",
+    ".attn.hook_z",
     ".mlp.hook_post",
-)  # fmt: skip
+)
 
 
-#: Some receivers in turn, the nodes that send them something, and how much, ``[receiver, sender]``.
+#: Consecutive receivers, the nodes that send to them, and the weights, ``[receiver, sender]``.
 _Rows = tuple[slice, Int[Tensor, " sender"], Float[Tensor, "receiver sender"]]
 Kind = Literal["feature", "error", "token", "constant", "dropped", "logit"]
 
@@ -68,14 +77,15 @@ class Node:
     """A feature, an error, a token or a logit in an attribution graph.
 
     Attributes:
-        kind: ``feature``; ``error``, what no basis explains of what stands at `point`; ``token``, what begins the
-            stream; ``constant``, what decoders write at `point` where no feature is active, or at the point ``biases``
-            all that no other node sends; ``dropped``, all nodes together that a limit left out; ``logit``, less the
-            mean of all logits.
-        point: the hook point that it stands on.
-        pos: its position.
+        kind: ``feature``; ``error``, the part of the activation at `point` that no basis explains;
+            ``token``, the start of the stream; ``constant``, the decoders' output at `point` with
+            no active feature, or at the point ``biases`` everything that no other node sends;
+            ``dropped``, all nodes together that a limit excluded; ``logit``, relative to the mean
+            of all logits.
+        point: the node's hook point.
+        pos: the node's position.
         index: the feature, or the token of a logit; 0 for other nodes.
-        head: of features of each head, whose.
+        head: the head, if each head has features.
     """
 
     kind: Kind
@@ -85,25 +95,29 @@ class Node:
     head: int | None = None
 
     def __str__(self) -> str:
-        place = self.point.removeprefix("blocks.").replace(".hook_", ".")
-        of_head = "" if self.head is None else f".{self.head}"
-        which = {"feature": f".{self.index}", "logit": f".{self.index}", "constant": ".constant"}.get(self.kind, "")
-        return f"{place}[{self.pos}]{of_head}{which}"
+        name = f"{self.point.removeprefix('blocks.').replace('.hook_', '.')}[{self.pos}]"
+        if self.head is not None:
+            name += f".{self.head}"
+        if self.kind in ("feature", "logit"):
+            return f"{name}.{self.index}"
+        return f"{name}.constant" if self.kind == "constant" else name
 
 
 @dataclass(frozen=True, repr=False)
 class AttributionGraph:
-    """What every node sends directly to every other one, in one run.
+    """The direct effects between all nodes in one run.
 
     Attributes:
         nodes: features, then errors, tokens, constants, what a limit dropped, and logits.
-        rows: what `adjacency` has but zeros: for some receivers that follow each other, which ones; which nodes send
-            any of them something; and how much, ``[receiver, sender]``. All others receive nothing.
-        values: ``[node]``: features and logits as they are in the run; of errors, tokens and constants the length of
-            the vector, and 0 for ``biases`` and ``dropped``, which are none.
-        probabilities: of the logits' tokens.
-        received: ``[node]``: of features and logits the sizes of all that they get, added up, constants aside and
-            dropped nodes one by one; otherwise 0. Influence is counted in shares of it.
+        rows: the non-zero part of `adjacency`: consecutive receivers; the nodes that send to any of
+            them; and the weights, ``[receiver, sender]``. All other nodes receive nothing.
+        values: ``[node]``: the values of features and logits in the run; for errors, tokens and
+            constants the norm of the vector, and 0 for ``biases`` and ``dropped``, which have no
+            vector.
+        probabilities: the probabilities of the logits' tokens.
+        received: ``[node]``: for features and logits the sum of the absolute values of all inputs,
+            without constants and with dropped nodes counted separately; otherwise 0. Influence is
+            counted in shares of it.
     """
 
     nodes: tuple[Node, ...]
@@ -113,106 +127,122 @@ class AttributionGraph:
     received: Float[Tensor, " node"]
 
     @cached_property
-    def _at(self) -> dict[Node, int]:
-        return {node: at for at, node in enumerate(self.nodes)}
+    def _index(self) -> dict[Node, int]:
+        return {node: place for place, node in enumerate(self.nodes)}
 
     def __repr__(self) -> str:
         kinds = [node.kind for node in self.nodes]
         counted = ", ".join(
-            "what was dropped" if kind == "dropped" else f"{kinds.count(kind)} {kind}s" for kind in dict.fromkeys(kinds)
+            "what was dropped" if kind == "dropped" else f"{kinds.count(kind)} {kind}s"
+            for kind in dict.fromkeys(kinds)
         )
         return f"AttributionGraph({counted})"
 
     @property
     def adjacency(self) -> Float[Tensor, "node node"]:
-        """How much of a node's value comes straight from another one, past no other node: ``[receiver, sender]``.
+        """Return how much of each node's value comes directly from each other node: ``[receiver,
+        sender]``.
 
-        The row of a feature or a logit adds up to its value; a logit's is less the mean of all. This table is made when
-        it is asked for: `rows` has the part of it where edges can be, mostly less than half.
+        The row of a feature or a logit sums to its value; a logit's value is relative to the mean
+        logit. This dense table is built on request: `rows` stores only the part where edges are
+        possible, usually less than half.
         """
-        found = self.values.new_zeros(len(self.nodes), len(self.nodes))
+        table = self.values.new_zeros(len(self.nodes), len(self.nodes))
         for receivers, senders, sent in self.rows:
-            found[receivers, senders] = sent
-        return found
+            table[receivers, senders] = sent
+        return table
 
     def __getitem__(self, edge: tuple[Node, Node]) -> float:
-        """What one node sends to another: ``graph[sender, receiver]``."""
-        sender, receiver = (self._at[node] for node in edge)
+        """Return the edge from one node to another: ``graph[sender, receiver]``."""
+        sender, receiver = (self._index[node] for node in edge)
         for receivers, senders, sent in self.rows:
             if receivers.start <= receiver < receivers.stop:
                 return float(sent[receiver - receivers.start, senders == sender].sum())
         return 0.0
 
-    def _of(self, *kinds: Kind) -> list[int]:
+    def _places(self, *kinds: Kind) -> list[int]:
         return [i for i, node in enumerate(self.nodes) if node.kind in kinds]
 
     def _shares(self) -> Iterator[_Rows]:
-        """Each edge's share of the sizes of all that its receiver gets, constants aside: they explain nothing."""
+        """Yield absolute edge weights, normalised per receiver; constant nodes are excluded."""
         aside, dropped = self.values.new_zeros(2, len(self.nodes), dtype=torch.bool)
-        aside[self._of("constant", "dropped")] = dropped[self._of("dropped")] = True
+        aside[self._places("constant", "dropped")] = dropped[self._places("dropped")] = True
         for receivers, senders, sent in self.rows:
-            sizes, whole = sent.abs() * ~aside[senders], self.received[receivers, None]
-            rest = (whole - sizes.sum(1, keepdim=True)).clamp(min=0)  # one by one they are larger than their sum
-            yield receivers, senders, sizes.where(~dropped[senders], rest) / whole.clamp(min=1e-10)
+            sizes, total = sent.abs() * ~aside[senders], self.received[receivers, None]
+            # The separate absolute values of dropped nodes add up to more than their sum.
+            rest = (total - sizes.sum(1, keepdim=True)).clamp(min=0)
+            sizes = sizes.where(~dropped[senders], rest)
+            yield receivers, senders, sizes / total.clamp(min=1e-10)
 
     def influence(self) -> Float[Tensor, " node"]:
-        """How much of the logits goes through each node, directly or not.
+        """Return how much of the logits goes through each node, directly or indirectly.
 
-        Edges are taken as shares of the sizes of all that a node receives, and followed to the logits, which count by
-        their probabilities (Ameisen et al. 2025, "Circuit Tracing"). What ``dropped`` has is what a limit lost: the
-        ways to the logits that begin at a node that was left out.
+        Edges are normalised to shares of each node's absolute inputs, and followed to the logits,
+        which are weighted by their probabilities (Ameisen et al. 2025, "Circuit Tracing"). The
+        influence of ``dropped`` is what a limit lost: the paths to the logits that start at an
+        excluded node.
 
         Example:
             See `attribution_graph`.
         """
         weights = self.received.new_zeros(len(self.nodes), dtype=torch.float64)
-        weights[self._of("logit")] = self.probabilities.double()
-        whole = torch.zeros_like(weights)
-        while weights.any():  # edges go forward alone, so every way ends
-            before, weights = weights, torch.zeros_like(whole)
+        weights[self._places("logit")] = self.probabilities.double()
+        total = torch.zeros_like(weights)
+        while weights.any():  # edges only go forward, so every path ends
+            before, weights = weights, torch.zeros_like(total)
             for receivers, senders, shares in self._shares():
                 weights[senders] += before[receivers] @ shares.double()
-            whole += weights
-        return whole.to(self.values.dtype)
+            total += weights
+        return total.to(self.values.dtype)
 
     def largest(self, n: int) -> list[tuple[str, str, float]]:
-        """The edges with the most influence, as `bridge.pictures.circuit` takes them; none is of what was dropped.
+        """Return the edges with the most influence in the form of `bridge.pictures.circuit`,
+        without dropped nodes.
 
         Args:
-            n: how many.
+            n: the number of entries.
 
         Raises:
-            ValueError: no edge is asked for.
+            ValueError: `n` is below 1.
         """
         return [(str(self.nodes[j]), str(self.nodes[i]), sent) for i, j, sent in self._largest(n)]
 
     def _largest(self, n: int) -> list[tuple[int, int, float]]:
-        """Receivers and senders of the edges with the most influence, and how much they send."""
+        """Return receiver, sender and weight of the edges with the most influence."""
         check_positive("n", n)
         weights = self.influence()
-        weights[self._of("logit")] = self.probabilities
-        found: list[tuple[float, tuple[int, int, float]]] = []
+        weights[self._places("logit")] = self.probabilities
+        dropped = self._places("dropped")
+        candidates: list[tuple[float, tuple[int, int, float]]] = []
         for (receivers, senders, shares), (*_, sent) in zip(self._shares(), self.rows, strict=True):
-            here = shares * weights[receivers, None] * ~torch.isin(senders, senders.new_tensor(self._of("dropped")))
-            largest = here.flatten().topk(min(n, int(here.count_nonzero())))
+            kept = ~torch.isin(senders, senders.new_tensor(dropped))
+            influence = shares * weights[receivers, None] * kept
+            largest = influence.flatten().topk(min(n, int(influence.count_nonzero())))
             i, j = largest.indices // len(senders), largest.indices % len(senders)
-            found += zip(largest.values.tolist(), _edges(receivers, senders, sent, i, j), strict=True)
-        found.sort(key=lambda edge: -edge[0])
-        return [edge for _, edge in found[:n]]
+            edges = _edges(receivers, senders, sent, i, j)
+            candidates += zip(largest.values.tolist(), edges, strict=True)
+        candidates.sort(key=lambda edge: -edge[0])
+        return [edge for _, edge in candidates[:n]]
+
+    #: The function of `bridge.pictures` that draws it.
+    picture: ClassVar[str] = "circuit"
 
     @refuse_wrong_types
-    def draw(self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any) -> Any:
-        """A picture of the edges with the most influence, by `bridge.pictures.circuit`: layers across, tokens down.
+    def draw(
+        self, n: int, bridge: TransformerBridge, tokens: Int[Tensor, "1 pos"], **options: Any
+    ) -> Any:
+        """Draw the edges with the most influence with `bridge.pictures.circuit`: layers down,
+        tokens across.
 
         Args:
-            n: how many edges.
-            bridge: the bridge, which knows the text of its tokens.
+            n: the number of edges.
+            bridge: the bridge, which decodes the tokens.
             tokens: the prompt of the graph, ``[1, pos]``.
-            options: as `bridge.pictures.circuit` takes them.
+            options: options of `bridge.pictures.circuit`.
 
         Raises:
-            ImportError: what pictures need is not installed.
-            ValueError: no edge is asked for; a prompt of another length.
+            ImportError: the dependencies of pictures are not installed.
+            ValueError: `n` is below 1; a prompt of another length.
 
         Example:
             See `attribution_graph`.
@@ -228,9 +258,15 @@ class AttributionGraph:
                 if node.kind in ("token", "logit"):
                     token = int(tokens[0, node.pos]) if node.kind == "token" else node.index
                     label = pictures.style.visible(bridge.to_single_str_token(token))
-                nodes[str(node)] = pictures.CircuitNode(column=column, label=label, position=node.pos)
-        given = {"nodes": nodes, "tokens": bridge.to_str_tokens(tokens[0]), "measure": "contribution"}
-        return pictures.circuit(edges, **(given | {"title": "Attribution graph"} | options))
+                place = {"column": column, "label": label, "position": node.pos}
+                nodes[str(node)] = pictures.CircuitNode(**place)
+        defaults = {
+            "nodes": nodes,
+            "tokens": bridge.to_str_tokens(tokens[0]),
+            "measure": "contribution",
+            "title": "Attribution graph",
+        }
+        return pictures.circuit(edges, **(defaults | options))
 
     @refuse_wrong_types
     def save(
@@ -242,81 +278,102 @@ class AttributionGraph:
         name: str = "graph",
         scan: str = "",
     ) -> None:
-        """Writes the graph as JSON that the interfaces of Neuronpedia and circuit-tracer read.
+        """Write the graph as JSON that the interfaces of Neuronpedia and circuit-tracer read.
 
-        Constants and what was dropped, which these do not know, are in a part of the file that they pass over.
+        These interfaces do not support constants and dropped nodes, so both are in a part of the
+        file that they skip.
 
         Args:
             path: the file.
-            bridge: the bridge, which knows the text of its tokens.
+            bridge: the bridge, which decodes the tokens.
             tokens: the prompt of the graph, ``[1, pos]``.
-            n: how many edges, those with the most influence; None: all. What is cut counts as dropped when it is read.
-            name: by which the interfaces list it (``slug``).
-            scan: the features' name there, such as ``"gemma-2-2b"``.
+            n: the number of edges, those with the most influence; None: all. The removed edges
+                count as dropped when the file is loaded.
+            name: the name in the interfaces (``slug``).
+            scan: the name of the features there, such as ``"gemma-2-2b"``.
 
         Raises:
-            ValueError: a prompt of another length; no edge is asked for.
+            ValueError: a prompt of another length; `n` is below 1.
 
         Example:
             See `AttributionGraph.load`.
         """
         self._refuse_another_length(tokens)
         words = texts_of(bridge, tokens[0])
-        influence = self.influence()
-        first = influence.sort(descending=True)
-        up_to = torch.zeros_like(influence).scatter(0, first.indices, first.values.cumsum(0) / influence.sum())
         ids = [_identity(node, bridge.cfg.n_layers, tokens) for node in self.nodes]
-        weights = dict(zip(self._of("logit"), self.probabilities.tolist(), strict=True))
-        said = [
-            _as_interfaces_have_it(node, ids[i], tokens, bridge)
-            | {"influence": float(up_to[i]), "activation": float(self.values[i]), "token_prob": weights.get(i, 0.0)}
-            for i, node in enumerate(self.nodes)
-        ]
-        every = chain.from_iterable(_edges(*some, *some[2].nonzero(as_tuple=True)) for some in self.rows)
+        every = chain.from_iterable(
+            _edges(*row, *row[2].nonzero(as_tuple=True)) for row in self.rows
+        )
         edges = every if n is None else self._largest(n)
         links = [{"source": ids[j], "target": ids[i], "weight": sent} for i, j, sent in edges]
-        unknown = {ids[i] for i in self._of("constant", "dropped")}
+        unknown = {ids[i] for i in self._places("constant", "dropped")}
         own = {
             "version": 1,
-            "nodes": [[ids[i], *astuple(node)] for i, node in enumerate(self.nodes)],
+            "nodes": [[name, *astuple(node)] for name, node in zip(ids, self.nodes, strict=True)],
             "values": self.values.tolist(),
             "received": self.received.tolist(),
             "links": [link for link in links if link["source"] in unknown],
         }
         metadata = {
-            "slug": name, "scan": scan, "transcoder_list": [], "prompt_tokens": words, "prompt": "".join(words),
-            "node_threshold": None, "schema_version": 1,
-        }  # fmt: skip
-        pinned = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+            "slug": name,
+            "scan": scan,
+            "transcoder_list": [],
+            "prompt_tokens": words,
+            "prompt": "".join(words),
+            "node_threshold": None,
+            "schema_version": 1,
+        }
+        entries = self._entries(ids, bridge, tokens)
         content = {
             "metadata": metadata,
-            "qParams": pinned,
-            "nodes": [node for node in said if node["node_id"] not in unknown],
+            "qParams": _NOTHING_PINNED,
+            "nodes": [entry for entry in entries if entry["node_id"] not in unknown],
             "links": [link for link in links if link["source"] not in unknown],
             _OWN: own,
         }
         Path(path).write_text(sealed(content, allow_nan=False), encoding="utf-8")
 
+    def _entries(
+        self, ids: Sequence[str], bridge: TransformerBridge, tokens: Tensor
+    ) -> list[dict[str, Any]]:
+        """Return the nodes as the interfaces read them, with their names there."""
+        influence = self.influence()
+        ordered = influence.sort(descending=True)
+        cumulative = ordered.values.cumsum(0) / influence.sum()
+        up_to = torch.zeros_like(influence).scatter(0, ordered.indices, cumulative)
+        probabilities = dict(zip(self._places("logit"), self.probabilities.tolist(), strict=True))
+        entries = []
+        for i, (node, name) in enumerate(zip(self.nodes, ids, strict=True)):
+            entry = _as_interfaces_have_it(node, name, tokens, bridge)
+            entry["influence"], entry["activation"] = float(up_to[i]), float(self.values[i])
+            entry["token_prob"] = probabilities.get(i, 0.0)
+            entries.append(entry)
+        return entries
+
     @classmethod
     @refuse_wrong_types
     def load(cls, path: str | Path) -> AttributionGraph:
-        """Reads what `save` wrote, or a graph that circuit-tracer wrote.
+        """Read a graph written by `save` or by circuit-tracer.
 
-        circuit-tracer's file has no constants, so its rows do not add up to values, and edges alone that it kept. Its
-        features are called those of a basis ``transcoder`` on the MLPs' outputs.
+        A file of circuit-tracer has no constants, so its rows do not sum to values, and it contains
+        only the edges that were kept. Its features are named as features of a basis ``transcoder``
+        on the MLPs' outputs.
 
         Args:
             path: the file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is no graph, or damaged, or of another version.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not a graph, is damaged, or has another version.
 
         Example:
             >>> import tempfile, pathlib, torch
             >>> from bridge import TransformerBridge
             >>> from bridge.features import AttributionGraph, attribution_graph
-            >>> bridge, path = TransformerBridge.boot_embedded(), pathlib.Path(tempfile.mkdtemp()) / "graph.json"
+            >>> bridge, path = (
+            ...     TransformerBridge.boot_embedded(),
+            ...     pathlib.Path(tempfile.mkdtemp()) / "graph.json",
+            ... )
             >>> tokens, W = bridge.to_tokens("Mary and John"), torch.eye(128)[:, :4]
             >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
             >>> point = bridge.add_basis("blocks.1.hook_resid_pre", "few", **basis)
@@ -325,53 +382,93 @@ class AttributionGraph:
             >>> torch.equal(AttributionGraph.load(path).adjacency, graph.adjacency)
             True
         """
-        return read_file(path, "attribution graph", cls._of_file)
+        return read_file(path, "attribution graph", cls._from_json)
 
     @classmethod
-    def _of_file(cls, content: dict[str, Any]) -> AttributionGraph:
+    def _from_json(cls, content: dict[str, Any]) -> AttributionGraph:
         own = content.get(_OWN)
         if own is not None and own["version"] != 1:
             raise ValueError(f"it is of version {own['version']}; this package reads version 1")
-        said = {node["node_id"]: node for node in content["nodes"]}
-        nodes = {at: Node(*of) for at, *of in own["nodes"]} if own else {at: _read(node) for at, node in said.items()}
-        at = {name: i for i, name in enumerate(nodes)}
-        lost = [i for i, node in enumerate(nodes.values()) if node.kind == "dropped"]
-        edges = [dict.fromkeys(lost, 0.0) for _ in nodes]  # what is lost is shared, also where its sum is nothing
-        for link in [*content["links"], *(own["links"] if own else ())]:
-            edges[at[link["target"]]][at[link["source"]]] = link["weight"]
-        rows = tuple(
-            (slice(i, i + 1), torch.tensor([*sent]).int(), torch.tensor([[*sent.values()]]))
-            for i, sent in enumerate(edges)
-            if sent
-        )
-        values = own["values"] if own else [said[name]["activation"] or 0.0 for name in nodes]
-        received = torch.tensor(own["received"] if own else [sum(map(abs, sent.values()), 0.0) for sent in edges])
-        ends = [said[name]["token_prob"] for name, node in nodes.items() if node.kind == "logit"]
+        entries = {entry["node_id"]: entry for entry in content["nodes"]}
+        if own:
+            nodes = {name: Node(*fields) for name, *fields in own["nodes"]}
+        else:
+            nodes = {name: _read(entry) for name, entry in entries.items()}
+        inputs = _inputs(nodes, [*content["links"], *(own["links"] if own else ())])
+        rows = [_row(place, sent) for place, sent in enumerate(inputs) if sent]
+        if own:
+            values, received = own["values"], own["received"]
+        else:
+            values = [entries[name]["activation"] or 0.0 for name in nodes]
+            received = [sum(map(abs, sent.values()), 0.0) for sent in inputs]
         if not len(values) == len(received) == len(nodes):
-            raise ValueError(f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums")
-        return cls(tuple(nodes.values()), rows, torch.tensor(values), torch.tensor(ends), received)
+            raise ValueError(
+                f"it has {len(nodes)} nodes, {len(values)} values and {len(received)} sums"
+            )
+        logits = [name for name, node in nodes.items() if node.kind == "logit"]
+        probabilities = torch.tensor([entries[name]["token_prob"] for name in logits], device="cpu")
+        numbers = (
+            torch.tensor(values, device="cpu"),
+            probabilities,
+            torch.tensor(received, device="cpu"),
+        )
+        return cls(tuple(nodes.values()), tuple(rows), *numbers)
 
     def _refuse_another_length(self, tokens: Tensor) -> None:
         if tokens.shape[1] != self.nodes[-1].pos + 1:
-            raise ValueError(f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}")
+            raise ValueError(
+                f"tokens has {tokens.shape[1]} positions; the graph is of {self.nodes[-1].pos + 1}"
+            )
 
 
-def _edges(receivers: slice, senders: Tensor, sent: Tensor, i: Tensor, j: Tensor) -> list[tuple[int, int, float]]:
-    """Of some rows of a graph the entries at some places: receivers and senders, and how much is sent."""
+def _inputs(nodes: Mapping[str, Node], links: Sequence[dict[str, Any]]) -> list[dict[int, float]]:
+    """Return the inputs of each node, by the place of their sender, from the links of a file."""
+    place = {name: i for i, name in enumerate(nodes)}
+    # Dropped inputs count, even if they sum to zero.
+    dropped = [i for i, node in enumerate(nodes.values()) if node.kind == "dropped"]
+    inputs = [dict.fromkeys(dropped, 0.0) for _ in nodes]
+    for link in links:
+        inputs[place[link["target"]]][place[link["source"]]] = link["weight"]
+    return inputs
+
+
+def _row(place: int, inputs: Mapping[int, float]) -> _Rows:
+    """Return a row of a graph, from its inputs by the place of their sender."""
+    weights = torch.tensor([[*inputs.values()]], device="cpu")
+    return slice(place, place + 1), torch.tensor([*inputs], device="cpu").int(), weights
+
+
+def _edges(
+    receivers: slice, senders: Tensor, sent: Tensor, i: Tensor, j: Tensor
+) -> list[tuple[int, int, float]]:
+    """Return selected entries of some rows of a graph: receivers, senders and weights."""
     columns = (receivers.start + i).tolist(), senders[j].tolist(), sent[i, j].tolist()
     return [*zip(*columns, strict=True)]
 
 
-#: The part of a graph's file that other programs do not know.
+#: The part of a graph's file that other programs ignore.
 _OWN = "transformer_bridge"
-#: What others call the kinds of nodes.
+#: What a user of the interfaces can pin: nothing yet.
+_NOTHING_PINNED = {
+    "pinnedIds": [],
+    "supernodes": [],
+    "linkType": "both",
+    "clickedId": "",
+    "sg_pos": "",
+}
+#: The names of node kinds in other programs.
 _KINDS: dict[Kind, str] = {
-    "feature": "cross layer transcoder", "error": "mlp reconstruction error", "token": "embedding", "logit": "logit",
-}  # fmt: skip
+    "feature": "cross layer transcoder",
+    "error": "mlp reconstruction error",
+    "token": "embedding",
+    "logit": "logit",
+}
 
 
 def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
-    """A name of a node for interfaces: that of circuit-tracer for features of MLPs, tokens and logits."""
+    """Return a node's name for interfaces: that of circuit-tracer for features of MLPs, tokens and
+    logits.
+    """
     if node.kind == "feature":
         _, layer, *point = node.point.split(".")
         parts = [layer, str(node.index), str(node.pos)]
@@ -388,43 +485,69 @@ def _identity(node: Node, n_layers: int, tokens: Tensor) -> str:
     return f"{node.kind}_{node.point}_{node.pos}"
 
 
-def _as_interfaces_have_it(node: Node, name: str, tokens: Tensor, bridge: TransformerBridge) -> dict[str, Any]:
-    """A node by the fields that Neuronpedia and circuit-tracer read."""
+def _as_interfaces_have_it(
+    node: Node, name: str, tokens: Tensor, bridge: TransformerBridge
+) -> dict[str, Any]:
+    """Convert a node to the fields that Neuronpedia and circuit-tracer read."""
     layer, feature, words = "E", node.pos, ""
     if node.kind == "logit":
         layer, feature = str(bridge.cfg.n_layers + 1), node.index
-        words = f'Output "{texts_of(bridge, torch.tensor([node.index]))[0]}"'
+        words = f'Output "{texts_of(bridge, torch.tensor([node.index], device="cpu"))[0]}"'
     elif node.kind in ("feature", "error"):
-        layer = node.point.split(".")[1]
-        pair = int(layer) + node.index
-        feature = pair * (pair + 1) // 2 + node.index if node.kind == "feature" else -1  # Cantor's number of the pair
+        layer, feature = node.point.split(".")[1], -1
+        if node.kind == "feature":  # Cantor's pairing function
+            pair = int(layer) + node.index
+            feature = pair * (pair + 1) // 2 + node.index
     return {
-        "node_id": name, "jsNodeId": name, "feature": feature, "layer": layer, "ctx_idx": node.pos, "clerp": words,
-        "feature_type": _KINDS.get(node.kind, node.kind), "is_target_logit": node.kind == "logit", "run_idx": 0,
+        "node_id": name,
+        "jsNodeId": name,
+        "feature": feature,
+        "layer": layer,
+        "ctx_idx": node.pos,
+        "clerp": words,
+        "feature_type": _KINDS.get(node.kind, node.kind),
+        "is_target_logit": node.kind == "logit",
+        "run_idx": 0,
         "reverse_ctx_idx": 0,
-    }  # fmt: skip
+    }
 
 
-def _read(said: dict[str, Any]) -> Node:
-    """A node of circuit-tracer's."""
-    kind = next((kind for kind, name in _KINDS.items() if name == said["feature_type"]), None)
+def _read(entry: dict[str, Any]) -> Node:
+    """Convert a node of circuit-tracer."""
+    type_name = entry["feature_type"]
+    kind = next((kind for kind, name in _KINDS.items() if name == type_name), None)
     if kind is None:
-        raise ValueError(f"a node is of type {said['feature_type']!r}; known are {', '.join(_KINDS.values())}")
-    index = int(said["node_id"].split("_")[1]) if kind in ("feature", "logit") else 0
-    within = f"blocks.{said['layer']}.hook_mlp_out"
-    points = {"feature": f"{within}.transcoder", "error": within, "token": "hook_embed", "logit": "logits"}
-    return Node(kind, points[kind], int(said["ctx_idx"]), index)
+        raise ValueError(f"a node is of type {type_name!r}; known are {', '.join(_KINDS.values())}")
+    index = int(entry["node_id"].split("_")[1]) if kind in ("feature", "logit") else 0
+    output = f"blocks.{entry['layer']}.hook_mlp_out"
+    points = {
+        "feature": f"{output}.transcoder",
+        "error": output,
+        "token": "hook_embed",
+        "logit": "logits",
+    }
+    return Node(kind, points[kind], int(entry["ctx_idx"]), index)
 
 
 def _column(node: Node, n_layers: int) -> tuple[int, str]:
-    """Where a node stands from left to right, and what is written on it."""
+    """Return a node's column from top to bottom, and its label."""
     if node.kind == "token":
         return 0, ""
     if node.kind == "logit":
         return 3 * n_layers + 1, ""
     _, layer, point = node.point.split(".", 2)
-    part = 1 if "attn" in point or "resid_pre" in point else 2 if "mlp" in point or "resid_mid" in point else 3
-    return 3 * int(layer) + part, f"L{layer} error" if node.kind == "error" else f"L{layer} #{node.index}"
+    label = f"L{layer} error" if node.kind == "error" else f"L{layer} #{node.index}"
+    column = 3 * int(layer) + 3
+    if "attn" in point or "resid_pre" in point:
+        column -= 2
+    elif "mlp" in point or "resid_mid" in point:
+        column -= 1
+    return column, label
+
+
+# --------------------------------------------------------------------------------------------------
+# What users call: the graph of a prompt, the terms of a score, the heads that edges go through.
+# --------------------------------------------------------------------------------------------------
 
 
 @refuse_wrong_types
@@ -440,52 +563,59 @@ def attribution_graph(
     file: str | Path | None = None,
     **model_kwargs: Any,
 ) -> AttributionGraph:
-    """What features, errors, tokens and logits send each other, in the local replacement model of a prompt.
+    """Compute the edges between features, errors, tokens and logits in a prompt's local replacement
+    model.
 
-    In that model attention patterns and norm factors are held at their values in this run, the layers that bases
-    explain are replaced by their features and what they leave unexplained, and other MLPs are all error. So everything
-    between two features is linear, and what a feature gets from its senders adds up to its value. What does not depend
-    on any of them has nodes, too: what each decoder writes where no feature is active, and ``biases``: those of the
-    encoder and of the model, and what is written at positions that are left out. Influence passes these over (Ameisen
-    et al. 2025, "Circuit Tracing: Revealing Computational Graphs in Language Models"; the graph is that of
-    circuit-tracer, which has no such nodes). The encoders' own derivative is taken where the features are, so for ReLU,
-    JumpReLU and top-k it is their weights. Where an encoder attends to other positions, its softmax over them is held,
-    as the model's patterns are.
+    In this model, attention patterns and norm factors are frozen at their values in this run.
+    Layers that bases explain are replaced by their features and reconstruction errors, and other
+    MLPs are errors only. Everything between two features is therefore linear, and a feature's
+    inputs sum to its value. Terms that depend on none of the nodes have nodes, too: each decoder's
+    output with no feature active, and ``biases``: those of the encoder and of the model, and the
+    outputs at excluded positions. Influence ignores these constant nodes (Ameisen et al. 2025,
+    "Circuit Tracing: Revealing Computational Graphs in Language Models"; the graph is that of
+    circuit-tracer, which has no such nodes). The encoder's own derivative is taken at the features,
+    so for ReLU, JumpReLU and top-k it equals the encoder's weights. If an encoder attends to other
+    positions, its softmax over them is frozen, as the model's patterns are.
 
-    Features that are read inside an MLP or behind it (`mlp.hook_post`, and `hook_mlp_out` without `reads=`) get the
-    MLP's derivative in this run: what enters such a feature is what a small change does, and does not add up. What it
-    sends is exact. Such a feature gets nothing from ``biases`` but constants that a limit left out.
+    Features that are read inside an MLP or after it (`mlp.hook_post`, and `hook_mlp_out` without
+    `reads=`) use the MLP's derivative in this run: the edges into such a feature are first-order
+    effects and do not sum to its value. The edges from it are exact. Such a feature gets nothing
+    from ``biases`` except constants that a limit excluded.
 
-    Where there are more nodes than `limit`, those with the most influence are kept, found from the logits backwards: a
-    feature's senders are looked at once it is among the most influential itself. Edges between kept nodes are those of
-    the whole graph; what a node gets from all others comes from the one node ``dropped``, whose influence is what was
-    lost. Memory grows with the kept nodes, not with the features that are active.
+    If there are more nodes than `limit`, the nodes with the most influence are kept. They are found
+    from the logits backwards: a feature's senders are computed once the feature is among the most
+    influential itself. Edges between kept nodes equal those of the full graph; the inputs from all
+    excluded nodes come from the single node ``dropped``, whose influence is the lost share. Memory
+    grows with the number of kept nodes, not with the number of active features.
 
     Args:
         bridge: the bridge, in evaluation mode.
-        tokens: one prompt, ``[1, pos]``, or what a processor gives.
-        points: hook points in a basis, as `add_basis` returned them or by name: transcoders, or SAEs on the stream, on
-            what is added to it, on `attn.hook_z` or on `mlp.hook_post`.
-        logits: the tokens whose logits, at the last position, are nodes; or how many of the likeliest.
-        without_positions: positions at which features and errors are no nodes (the first, as a rule, where features
-            mean little). They still do what they did in the run.
-        limit: how many features, errors and tokens are nodes; None: all.
-        together: how many rows are computed at once, or fewer where their gradients would take over 1 GiB.
-        file: where the adjacency stands, rows being written as they are computed: its memory is the system's to take
-            back. Its room on the disk is taken before the first row is computed. A file of that name is replaced, and
-            `AttributionGraph.save` writes what can be read again. None: in memory.
-        model_kwargs: what else the model takes with it, such as ``pixel_values=``.
+        tokens: one prompt, ``[1, pos]``, or a processor's output.
+        points: hook points in a basis, as returned by `add_basis` or by name: transcoders, or SAEs
+            on the stream, on an output added to it, on `attn.hook_z` or on `mlp.hook_post`.
+        logits: the tokens whose logits, at the last position, are nodes; or the number of likeliest
+            tokens.
+        without_positions: positions at which features and errors are not nodes (usually the first,
+            where features mean little). They keep their effect in the run.
+        limit: the number of features, errors and tokens that are nodes; None: all.
+        together: the number of rows computed at once; fewer if their gradients would take over 1
+            GiB.
+        file: a file for the adjacency. Rows are written as they are computed, and the system can
+            reclaim their memory. The disk space is allocated before the first row. An existing file
+            is replaced; use `AttributionGraph.save` for a file that can be loaded. None: in memory.
+        model_kwargs: further model inputs, such as ``pixel_values=``.
 
     Returns:
         The graph.
 
     Raises:
-        ValueError: a point that is in no basis, or in one of something else inside a part; one that attends to other
-            positions by a function that gives no pattern; training mode; no node or no row asked for; a model with an
-            encoder and a decoder, or that is not linear where patterns, factors and MLPs are held (a state space, a
-            gate, an activation function before the logits); padding; nothing to attribute.
-        RuntimeError: in inference mode, which makes no gradients.
-        OSError: there is no room for the file.
+        ValueError: a point without a basis, or with a basis of another point inside a component; a
+            basis that attends to other positions without a softmax pattern; training mode; no node
+            or no row requested; an encoder-decoder model; a model that is not linear with patterns,
+            factors and MLPs frozen (a state space, a gate, an activation function before the
+            logits); padding; nothing to attribute.
+        RuntimeError: the call is in inference mode, which has no gradients.
+        OSError: there is not enough disk space, or no such folder.
 
     Example:
         >>> import torch
@@ -497,9 +627,17 @@ def attribution_graph(
         >>> for layer in range(4):
         ...     read, write = f"blocks.{layer}.hook_resid_mid", f"blocks.{layer}.hook_mlp_out"
         ...     encode, decode = lambda x: (x @ W).relu(), lambda f: f @ W.T
-        ...     points.append(bridge.add_basis(write, "tc", encode=encode, decode=decode, reads=read).name)
+        ...     points.append(
+        ...         bridge.add_basis(write, "tc", encode=encode, decode=decode, reads=read).name
+        ...     )
         >>> graph = attribution_graph(bridge, bridge.to_tokens("Mary and John"), points, logits=1)
-        >>> {node.kind for node in graph.nodes} == {"feature", "error", "token", "constant", "logit"}
+        >>> {node.kind for node in graph.nodes} == {
+        ...     "feature",
+        ...     "error",
+        ...     "token",
+        ...     "constant",
+        ...     "logit",
+        ... }
         True
         >>> graph.influence().shape == (len(graph.nodes),)
         True
@@ -508,30 +646,32 @@ def attribution_graph(
     """
     if limit is not None:
         check_positive("limit", limit)
-    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
+    task = _checked_task(bridge, tokens, points, without_positions, together, model_kwargs)
     _check_logits(logits, bridge.cfg.d_vocab)
     if file is not None and not Path(file).parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     with torch.no_grad():
-        plain = bridge(prompt)[0, -1].float()
+        plain = bridge(task.prompt)[0, -1].float()
     shares = plain.softmax(-1)
     chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
-    with bridge.linearised(prompt), torch.enable_grad():
-        _refuse_what_is_not_linear(bridge, prompt)
-        run = _ReplacementRun(bridge, prompt, bases, kept, chosen, shares[chosen], together)
-    with torch.enable_grad():  # what was held is in the run
-        return run.graph(limit, file)
+    with bridge.linearised(task.prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(task)
+        run = _ReplacementRun(task, chosen)
+    with torch.enable_grad():  # the frozen values are part of the run
+        return run.graph(shares[chosen], limit, file)
 
 
 @dataclass(frozen=True, repr=False)
 class ScoreTerms:
-    """One attention score as a sum over pairs of nodes: one's part of the query, times the other's of the key.
+    """An attention score as a sum over pairs of nodes: a query contribution times a key
+    contribution.
 
     Attributes:
         queries, keys: the nodes.
-        query_parts, key_parts: ``[node, d_head]``: what each contributes to the head's query and key, behind norms and
-            rotation, the scale of scores in the queries.
-        position: what is added to the product of query and key (ALiBi, relative positions); 0 for other models.
+        query_parts, key_parts: ``[node, d_head]``: each node's contribution to the head's query and
+            key, after norms and rotation; the queries include the scale of scores.
+        position: the term added to the product of query and key (ALiBi, relative positions); 0 for
+            other models.
     """
 
     queries: tuple[Node, ...]
@@ -545,41 +685,45 @@ class ScoreTerms:
 
     @property
     def values(self) -> Float[Tensor, "query key"]:
-        """The term of each pair. With `position` they add up to the score."""
+        """Return the term of each pair. With `position` they sum to the score."""
         return self.query_parts @ self.key_parts.T
 
     @property
     def score(self) -> float:
-        """The score, before a soft cap and the mask."""
+        """Return the score, before a soft cap and the mask."""
         return float(self.query_parts.sum(0) @ self.key_parts.sum(0)) + self.position
 
     def largest(self, n: int) -> list[tuple[Node, Node, float]]:
-        """The terms of the largest size: the node of the query, that of the key, the term.
+        """Return the terms with the largest absolute value: query node, key node, term.
 
         Args:
-            n: how many.
+            n: the number of entries.
 
         Raises:
-            ValueError: no term is asked for.
+            ValueError: `n` is below 1.
         """
         check_positive("n", n)
-        found: list[tuple[Node, Node, float]] = []
-        for first in range(0, len(self.queries), _ROWS):  # a table of all pairs may be too large
+        candidates: list[tuple[Node, Node, float]] = []
+        # In chunks, as a table of all pairs may be too large.
+        for first in range(0, len(self.queries), _ROWS):
             terms = _largest(self.query_parts[first : first + _ROWS] @ self.key_parts.T, n)
-            found += [(self.queries[first + i], self.keys[j], term) for i, j, term in terms]
-        found.sort(key=lambda term: -abs(term[2]))
-        return found[:n]
+            candidates += [(self.queries[first + i], self.keys[j], term) for i, j, term in terms]
+        candidates.sort(key=lambda term: -abs(term[2]))
+        return candidates[:n]
 
 
 def _largest(table: Float[Tensor, "row column"], n: int) -> list[tuple[int, int, float]]:
-    """The entries of the largest size: row, column, entry."""
-    found = table.abs().flatten().topk(min(n, table.numel())).indices.tolist()
-    return [(i, j, float(table[i, j])) for i, j in (divmod(at, table.shape[1]) for at in found)]
+    """Return the entries with the largest absolute value: row, column, entry."""
+    entries = []
+    for index in table.abs().flatten().topk(min(n, table.numel())).indices.tolist():
+        row, column = divmod(index, table.shape[1])
+        entries.append((row, column, float(table[row, column])))
+    return entries
 
 
-#: Positions that are said to the model by numbers that are added to scores.
+#: Hook points of positional terms that are added to scores.
 _ADD_TO_SCORES = ("alibi", "relative_positional_bias")
-#: How many rows of a table of pairs are looked at together.
+#: The number of rows of a table of pairs processed at once.
 _ROWS = 1024
 
 
@@ -597,24 +741,25 @@ def score_terms(
     together: int = 64,
     **model_kwargs: Any,
 ) -> ScoreTerms:
-    """Why a head attends from one position to another: its score, taken apart into pairs of features.
+    """Decompose a head's attention score between two positions into pairs of features.
 
-    In the replacement model of `attribution_graph`, patterns and norm factors held, queries and keys are sums of what
-    features, errors, tokens and constants contribute, so a score is a sum over pairs of them, exactly (Kamath et al.
-    2025, "Tracing Attention Computation Through Feature Interactions"). Rotation and norms of queries and keys are in
-    it.
+    In the replacement model of `attribution_graph`, with patterns and norm factors frozen, queries
+    and keys are sums of contributions of features, errors, tokens and constants. A score is
+    therefore exactly a sum over pairs of these (Kamath et al. 2025, "Tracing Attention Computation
+    Through Feature Interactions"). Rotation and norms of queries and keys are included.
 
     Args:
         bridge: the bridge, in evaluation mode.
-        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        tokens: one prompt, ``[1, pos]``, or a processor's output.
         points: hook points in a basis, as for `attribution_graph`.
-        layer, head: which head.
-        query, key: the positions that are attended from and to.
+        layer, head: the layer and the head.
+        query, key: the attending position, and the attended position.
         without_positions, together, model_kwargs: as for `attribution_graph`.
 
     Raises:
-        ValueError: as `attribution_graph`; a layer, head or position that is not there; a key behind the query; a head
-            whose queries and keys are no hook points; scores that are not their product.
+        ValueError: as `attribution_graph`; an unknown layer, head or position; a key after the
+            query; a head without hook points for queries and keys; scores that are not their
+            product.
 
     Example:
         >>> import torch
@@ -622,7 +767,9 @@ def score_terms(
         >>> from bridge.features import score_terms
         >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
         >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
-        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> point = bridge.add_basis(
+        ...     "blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid"
+        ... )
         >>> tokens = bridge.to_tokens("Mary and John")
         >>> terms = score_terms(bridge, tokens, [point.name], layer=3, head=1, query=3, key=1)
         >>> _, cache = bridge.run_with_cache(tokens, names_filter="blocks.3.attn.hook_attn_scores")
@@ -631,56 +778,77 @@ def score_terms(
         >>> abs(float(terms.values.sum()) + terms.position - terms.score) < 1e-4
         True
     """
-    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
-    *made, name = _query_key_and_scores(bridge, layer)
-    with torch.no_grad():
-        _, cache = bridge.run_with_cache(prompt, names_filter=name)
-    scores = cache[name]
-    for what, index, size in (
-        ("head", head, scores.shape[1]),
-        ("query", query, scores.shape[2]),
-        ("key", key, scores.shape[3]),
-    ):
-        if not 0 <= index < size:
-            raise ValueError(f"{what} is {index}; there are {size}, counted from 0")
+    task = _checked_task(bridge, tokens, points, without_positions, together, model_kwargs)
+    *names, scores_name = _query_key_and_scores(bridge, layer)
+    scores = _scores(task, scores_name, {"head": head, "query": query, "key": key})
     score = _uncapped(bridge.cfg.attn_scores_soft_cap, scores[0, head, query, key].float())
     if not torch.isfinite(score):
         raise ValueError(f"position {query} does not attend to position {key}: there is no score")
-    with bridge.linearised(prompt), torch.enable_grad():
-        _refuse_what_is_not_linear(bridge, prompt, made)
-        none = torch.zeros(0, dtype=torch.long, device=score.device)
-        run = _ReplacementRun(bridge, prompt, bases, kept, none, score.new_zeros(0), together, made)
-        vectors = run.read[made[0]][0, query, head], run.read[made[1]][0, key]
-        keys = vectors[1][head * len(vectors[1]) // scores.shape[1]]
-        (queries, query_parts), (others, key_parts) = run.parts(vectors[0]), run.parts(keys)
+    with bridge.linearised(task.prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(task, names)
+        run = _ReplacementRun(task, names=names)
+        all_queries, all_keys = (run.read[name][0] for name in names)
+        key_head = head * all_keys.shape[1] // scores.shape[1]
+        queries, query_parts = run.parts(all_queries[query, head])
+        keys, key_parts = run.parts(all_keys[key, key_head])
     part, cfg = bridge.architecture.stack.block_at(layer).attn, bridge.cfg
     if cfg.use_attn_scale and part is not None:
         query_parts = query_parts / (part.own("attn_scale", cfg.attn_scale) or 1.0)
-    product = float(query_parts.sum(0) @ key_parts.sum(0))
-    position = float(score) - product
-    if cfg.positional_embedding_type not in _ADD_TO_SCORES:
-        if abs(position) > max(1e-3, torch.finfo(scores.dtype).eps) * max(
-            1.0, float(query_parts.norm() * key_parts.norm())
-        ):
-            raise ValueError(
-                f"the score is {float(score):.4g}, and the product of query and key "
-                f"{product:.4g}: a term for each pair would be of something else"
-            )
-        position = 0.0
-    return ScoreTerms(queries, others, query_parts, key_parts, position)
+    tolerance = max(1e-3, torch.finfo(scores.dtype).eps)
+    position = _positional_term(bridge, float(score), query_parts, key_parts, tolerance)
+    return ScoreTerms(queries, keys, query_parts, key_parts, position)
+
+
+def _positional_term(
+    bridge: TransformerBridge, score: float, queries: Tensor, keys: Tensor, tolerance: float
+) -> float:
+    """Return what a model adds to the product of query and key.
+
+    Raises:
+        ValueError: it adds nothing, and yet the score is not this product.
+    """
+    product = float(queries.sum(0) @ keys.sum(0))
+    if bridge.cfg.positional_embedding_type in _ADD_TO_SCORES:
+        return score - product
+    if abs(score - product) > tolerance * max(1.0, float(queries.norm() * keys.norm())):
+        raise ValueError(
+            f"the score is {score:.4g}, and the product of query and key {product:.4g}: a term for"
+            " each pair would be of something else"
+        )
+    return 0.0
+
+
+@torch.no_grad()
+def _scores(task: _Task, name: str, places: Mapping[str, int]) -> Float[Tensor, "1 head query key"]:
+    """Return a layer's attention scores.
+
+    Args:
+        task: the arguments of the graph.
+        name: the hook point.
+        places: a head, a query and a key.
+
+    Raises:
+        ValueError: there is no such head, query or key.
+    """
+    _, cache = task.bridge.run_with_cache(task.prompt, names_filter=name)
+    for (axis, place), size in zip(places.items(), cache[name].shape[1:], strict=True):
+        if not 0 <= place < size:
+            raise ValueError(f"{axis} is {place}; there are {size}, counted from 0")
+    return cache[name]
 
 
 @dataclass(frozen=True, repr=False)
 class HeadLoadings:
-    """Through which attention heads a node receives what it gets from every other one.
+    """The attention heads through which a node receives its input from every other node.
 
     Attributes:
         receiver: the node.
-        nodes: those that send it something, ``biases`` last: all that does not come from the others.
-        heads: layer and head of each head that it may receive something through.
-        direct: ``[node]``: what comes through no head.
-        values: ``[node, head]``: what comes through each head last, past no head behind it. With `direct` they add up
-            to the edge.
+        nodes: the sending nodes, with ``biases`` last: everything that does not come from the
+            others.
+        heads: layer and head of each head through which the node may receive input.
+        direct: ``[node]``: the part that passes through no head.
+        values: ``[node, head]``: the part that passes through each head last, with no later head.
+            With `direct` these sum to the edge.
     """
 
     receiver: Node
@@ -690,30 +858,37 @@ class HeadLoadings:
     values: Float[Tensor, "node head"]
 
     def __repr__(self) -> str:
-        return f"HeadLoadings({self.receiver}, {len(self.nodes)} nodes through {len(self.heads)} heads)"
+        return (
+            f"HeadLoadings({self.receiver}, {len(self.nodes)} nodes through {len(self.heads)}"
+            " heads)"
+        )
 
     def __getitem__(self, sender: Node) -> dict[tuple[int, int], float]:
-        """What one node sends through each head."""
+        """Return the part of one node's edge that goes through each head."""
         if sender not in self.nodes:
             raise ValueError(f"{sender} sends nothing to {self.receiver}")
         return dict(zip(self.heads, self.values[self.nodes.index(sender)].tolist(), strict=True))
 
     @property
     def edges(self) -> Float[Tensor, " node"]:
-        """The edge from each node: what is sent through all heads, and through none."""
+        """Return the edge from each node: the sum over all heads, and over paths through no
+        head.
+        """
         return self.values.sum(1) + self.direct
 
     def largest(self, n: int) -> list[tuple[Node, tuple[int, int], float]]:
-        """The loadings of the largest size: sender, layer and head, how much.
+        """Return the loadings with the largest absolute value: sender, layer and head, amount.
 
         Args:
-            n: how many.
+            n: the number of entries.
 
         Raises:
-            ValueError: no loading is asked for.
+            ValueError: `n` is below 1.
         """
         check_positive("n", n)
-        return [(self.nodes[i], self.heads[j], loading) for i, j, loading in _largest(self.values, n)]
+        return [
+            (self.nodes[i], self.heads[j], loading) for i, j, loading in _largest(self.values, n)
+        ]
 
 
 @refuse_wrong_types
@@ -727,22 +902,24 @@ def head_loadings(
     together: int = 64,
     **model_kwargs: Any,
 ) -> HeadLoadings:
-    """How much of each edge into a node comes through each attention head.
+    """Compute how much of each edge into a node comes through each attention head.
 
-    In the replacement model of `attribution_graph`, an edge is a sum over paths, through heads of several layers, or
-    through none. A path is counted with its last head, so that the loadings of an edge add up to it (heads' loadings of
-    Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions").
+    In the replacement model of `attribution_graph`, an edge is a sum over paths, through heads of
+    several layers, or through none. Each path is assigned to its last head, so the loadings of an
+    edge sum to the edge (head loadings of Kamath et al. 2025, "Tracing Attention Computation
+    Through Feature Interactions").
 
     Args:
         bridge: the bridge, in evaluation mode.
-        tokens: one prompt, ``[1, pos]``, or what a processor gives.
+        tokens: one prompt, ``[1, pos]``, or a processor's output.
         points: hook points in a basis, as for `attribution_graph`.
         receiver: a feature or a logit, such as one of a graph's nodes.
         without_positions, together, model_kwargs: as for `attribution_graph`.
 
     Raises:
-        ValueError: as `attribution_graph`; a node that receives nothing, or is not there in this run; one that is read
-            inside an MLP or behind it, so that its edges are slopes; a layer whose heads are no hook points.
+        ValueError: as `attribution_graph`; a node that receives nothing, or does not exist in this
+            run; one that is read inside an MLP or after it, so that its edges are derivatives; a
+            layer without hook points for its heads.
 
     Example:
         >>> import torch
@@ -750,83 +927,123 @@ def head_loadings(
         >>> from bridge.features import attribution_graph, head_loadings
         >>> bridge, W = TransformerBridge.boot_embedded(), torch.eye(128)[:, :6]
         >>> basis = {"encode": lambda x: (x @ W).relu(), "decode": lambda f: f @ W.T}
-        >>> point = bridge.add_basis("blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid")
+        >>> point = bridge.add_basis(
+        ...     "blocks.1.hook_mlp_out", "tc", **basis, reads="blocks.1.hook_resid_mid"
+        ... )
         >>> tokens = bridge.to_tokens("Mary and John")
         >>> graph = attribution_graph(bridge, tokens, [point.name], logits=1)
         >>> found = head_loadings(bridge, tokens, [point.name], graph.nodes[-1])
         >>> sender, (layer, head), loading = found.largest(1)[0]
         >>> found[sender][layer, head] == loading
         True
-        >>> torch.allclose(found.edges, torch.tensor([graph[node, graph.nodes[-1]] for node in found.nodes]), atol=1e-4)
+        >>> torch.allclose(
+        ...     found.edges,
+        ...     torch.tensor([graph[node, graph.nodes[-1]] for node in found.nodes]),
+        ...     atol=1e-4,
+        ... )
         True
     """
-    bases, prompt, kept = _asked(bridge, tokens, points, without_positions, together, model_kwargs)
+    task = _checked_task(bridge, tokens, points, without_positions, together, model_kwargs)
     names = _outputs_of_heads(bridge)
-    logit = kept.nonzero().new_tensor([receiver.index] * (receiver.kind == "logit"))
-    if len(logit):
+    logit = None
+    if receiver.kind == "logit":
+        logit = task.kept.new_tensor([receiver.index], dtype=torch.long)
         _check_logits(logit, bridge.cfg.d_vocab)
-    with bridge.linearised(prompt), torch.enable_grad():
-        _refuse_what_is_not_linear(bridge, prompt)
-        none = kept.new_zeros(len(logit), dtype=torch.float)
-        of = partial(_ReplacementRun, bridge, prompt, bases, kept, logit, none, together, names)
-        run, cut = of(), of(stop=names)
-        value, taken = run.value(receiver), cut.value(receiver)
-        given = torch.autograd.grad(taken, [cut.cut[name] for name in names], allow_unused=True)
-        reached = [(name, part) for name, part in zip(names, given, strict=True) if part is not None]
-        through = [(part * run.read[name]).sum((0, 1, 3)) for name, part in reached]
-        nodes, parts = run.parts(torch.cat([value[None], *through]))
-    heads = [(int(name.split(".")[1]), head) for name, part in reached for head in range(part.shape[2])]
+    with bridge.linearised(task.prompt), torch.enable_grad():
+        _refuse_what_is_not_linear(task)
+        run = _ReplacementRun(task, logit, names)
+        cut = _ReplacementRun(task, logit, names, stop=names)
+        value, direct = run.value(receiver), cut.value(receiver)
+        outputs = [cut.cut[name] for name in names]
+        gradients = torch.autograd.grad(direct, outputs, allow_unused=True)
+        heads, through = [], [value[None]]
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                layer = int(name.split(".")[1])
+                heads += [(layer, head) for head in range(gradient.shape[2])]
+                through.append((gradient * run.read[name]).sum((0, 1, 3)))
+        nodes, parts = run.parts(torch.cat(through))
     values = parts[:, 1:]
     return HeadLoadings(receiver, nodes, tuple(heads), parts[:, 0] - values.sum(1), values)
 
 
+# --------------------------------------------------------------------------------------------------
+# Checks of the arguments, and of the model.
+# --------------------------------------------------------------------------------------------------
+
+
 def _outputs_of_heads(bridge: TransformerBridge) -> list[str]:
-    """The hook points of what heads put together.
+    """Return the hook points of the heads' outputs.
 
     Raises:
-        ValueError: a layer's heads are no hook point.
+        ValueError: a layer's heads have no hook point.
     """
-    found = [
-        f"{name.removesuffix('.hook_attn_out')}.attn.hook_z"
+    blocks = [
+        name.removesuffix(".hook_attn_out")
         for name in bridge.hook_dict
         if name.endswith(".hook_attn_out")
     ]
-    if gone := [name for name in found if name not in bridge.hook_dict]:
-        raise ValueError(f"{bridge.cfg.model_name} has no {gone[0]}: what its heads put together is no hook point")
-    return found
+    names = [f"{block}.attn.hook_z" for block in blocks]
+    for name in names:
+        if name not in bridge.hook_dict:
+            raise ValueError(
+                f"{bridge.cfg.model_name} has no {name}: its heads' outputs have no hook point"
+            )
+    return names
 
 
 def _query_key_and_scores(bridge: TransformerBridge, layer: int) -> list[str]:
-    """The hook points of a layer's queries and keys as they enter the product, and of the scores.
+    """Return the hook points of a layer's queries and keys at their product, and of the scores.
 
     Raises:
-        ValueError: one is no hook point.
+        ValueError: one of these has no hook point.
     """
-    found, attention = [], f"blocks.{layer}.attn"
+    points = []
     for names in (("rot_q", "q"), ("rot_k", "k"), ("attn_scores",)):
-        there = [at for name in names if (at := f"{attention}.hook_{name}") in bridge.hook_dict]
-        if not there:
+        known = [f"blocks.{layer}.attn.hook_{name}" for name in names]
+        known = [name for name in known if name in bridge.hook_dict]
+        if not known:
             raise ValueError(
-                f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are hook points"
+                f"{bridge.cfg.model_name} has no queries, keys and scores in layer {layer} that are"
+                " hook points"
             )
-        found.append(there[0])
-    return found
+        points.append(known[0])
+    return points
 
 
-def _asked(
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """The arguments that all graphs share.
+
+    Attributes:
+        bridge: the bridge.
+        prompt: the tokens, ``[1, pos]``, and the other model inputs.
+        bases: the hook points in a basis.
+        kept: the positions at which features and errors are nodes.
+        together: the number of rows computed at once.
+    """
+
+    bridge: TransformerBridge
+    prompt: dict[str, Any]
+    bases: Sequence[HookPoint]
+    kept: Bool[Tensor, " pos"]
+    together: int
+
+
+def _checked_task(
     bridge: TransformerBridge,
     tokens: Any,
     points: Sequence[str],
     without: Sequence[int],
     together: int,
     model_kwargs: Mapping[str, Any],
-) -> tuple[list[HookPoint], dict[str, Any], Tensor]:
-    """The bases, the prompt, and at which positions features and errors are nodes, of what all graphs are asked for.
+) -> _Task:
+    """Return the arguments that all graphs share, after checking them.
 
     Raises:
-        RuntimeError: inference mode.
-        ValueError: training mode, several streams, no row, a base that cannot be, several prompts, padding, or a
-            position that is not there.
+        RuntimeError: the call is in inference mode, which has no gradients.
+        ValueError: training mode, several streams, no row, an unsuitable basis, several prompts,
+            padding, or an unknown position.
     """
     refuse_inference_mode("a graph of features")
     refuse_training(bridge)
@@ -838,31 +1055,36 @@ def _asked(
     if rows != 1:
         raise ValueError(f"tokens are {rows} prompts; a graph is of one, [1, pos]")
     if padding := int((~token_mask(prompt)).sum()):
-        raise ValueError(f"{padding} of {length} tokens are padding, which one prompt needs none of: leave it out")
+        raise ValueError(
+            f"{padding} of {length} tokens are padding, which one prompt needs none of: leave"
+            " it out"
+        )
     if wrong := [pos for pos in without if not -length <= pos < length]:
         raise ValueError(f"without_positions names {wrong[0]}; there are {length} positions")
     kept = torch.ones(length, dtype=torch.bool, device=bridge.cfg.device)
     kept[list(without)] = False
-    return bases, prompt, kept
+    return _Task(bridge, prompt, bases, kept, together)
 
 
 def _check_logits(logits: Tensor | int, d_vocab: int) -> None:
-    """Refuses tokens whose logits cannot be nodes.
+    """Raise an error for tokens whose logits cannot be nodes.
 
     Raises:
-        ValueError: none, too many, one that is given twice or is not in the vocabulary.
+        ValueError: no tokens, too many, duplicates, or one outside the vocabulary.
     """
     named = list(range(logits)) if isinstance(logits, int) else logits.tolist()
     if not named or len(set(named)) < len(named) or not 0 <= min(named) <= max(named) < d_vocab:
-        said = logits if isinstance(logits, int) else named
-        raise ValueError(f"logits is {said}; give how many, or different tokens from 0 to {d_vocab - 1}")
+        shown = logits if isinstance(logits, int) else named
+        raise ValueError(
+            f"logits is {shown}; give how many, or different tokens from 0 to {d_vocab - 1}"
+        )
 
 
 def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[HookPoint]:
-    """The hook points of the features.
+    """Return the hook points of the features, after checking them.
 
     Raises:
-        ValueError: there are none, or of some what they send is not linear or not known.
+        ValueError: there are no bases, or the output of one is not linear or not known.
     """
     hooks = [bridge.select_hooks(point)[0] for point in points]
     bases = [hook for hook in hooks if isinstance(hook.view, InBasis)]
@@ -872,73 +1094,90 @@ def _checked_bases(bridge: TransformerBridge, points: Sequence[str]) -> list[Hoo
     on = [hook.name.rpartition(".")[0] for hook in bases]
     if inside := [name for name in on if not name.endswith(_LINEAR_BEHIND)]:
         raise ValueError(
-            f"{', '.join(inside)} is inside a part, so what is behind it is not linear in its features: place bases on "
-            "the stream, on what attention or an MLP adds to it, on attn.hook_z or on mlp.hook_post"
+            f"{', '.join(inside)} is inside a part, so what is behind it is not linear in its"
+            " features: place bases on the stream, on what attention or an MLP adds to it, on"
+            " attn.hook_z or on mlp.hook_post"
         )
     if twice := sorted({name for name in on if on.count(name) > 1}):
-        raise ValueError(f"several bases stand on {', '.join(twice)}: a part is replaced by one of them")
+        raise ValueError(
+            f"several bases stand on {', '.join(twice)}: a part is replaced by one of them"
+        )
     if gone := sorted(hook.name for hook in bases if takes_over(hook)):
-        raise ValueError(f"{', '.join(gone)} takes over features of an earlier layer: name the one of that layer")
+        raise ValueError(
+            f"{', '.join(gone)} takes over features of an earlier layer: name the one of that layer"
+        )
     return bases
 
 
 def _beginnings(bridge: TransformerBridge) -> list[str]:
-    """The hook points at which the residual stream begins.
+    """Return the hook points at which the residual stream begins.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such hook point.
     """
     if _WHOLE_BEGINNING in bridge.hook_dict:
         return [_WHOLE_BEGINNING]
-    found = [name for name in _BEGINNINGS if name in bridge.hook_dict]
-    if not found:
-        raise ValueError(f"{bridge.cfg.model_name} has no {_BEGINNINGS[0]}: a graph begins where its stream does")
-    return found
+    names = [name for name in _BEGINNINGS if name in bridge.hook_dict]
+    if not names:
+        raise ValueError(
+            f"{bridge.cfg.model_name} has no {_BEGINNINGS[0]}: a graph begins where its stream does"
+        )
+    return names
 
 
 def _uncapped(cap: float, x: Tensor) -> Tensor:
-    """What entered a soft cap, which is linear."""
+    """Return the input of a soft cap, which is linear in the stream."""
     return cap * (x / cap).atanh() if cap > 0 else x
 
 
 @torch.no_grad()
-def _refuse_what_is_not_linear(bridge: TransformerBridge, prompt: dict[str, Any], names: Sequence[str] = ()) -> None:
-    """Refuses a model whose stream, patterns and factors held, bends where what begins it is once, twice, three times.
+def _refuse_what_is_not_linear(task: _Task, names: Sequence[str] = ()) -> None:
+    """Raise an error unless, with patterns and factors frozen, scaling the stream's start scales
+    the whole stream.
 
     Raises:
-        ValueError: it does; the message says where.
+        ValueError: the model is not linear; the message says where.
     """
-    streams = [name for name in bridge.hook_dict if name.endswith((".hook_resid_mid", ".hook_resid_post"))]
-    streams += names
-    found: list[dict[str, Tensor]] = []
-    with bridge.linearised(prompt, freeze=("mlp_out",)):
+    bridge, ends = task.bridge, (".hook_resid_mid", ".hook_resid_post")
+    streams = [*(name for name in bridge.hook_dict if name.endswith(ends)), *names]
+    runs: list[dict[str, Tensor]] = []
+    with bridge.linearised(task.prompt, freeze=("mlp_out",)):
         for times in (1, 2, 3):
-            larger = [(name, lambda act, hook, times=times: act * times) for name in _beginnings(bridge)]
-            with bridge.hooks(fwd_hooks=larger):
-                logits, cache = bridge.run_with_cache(prompt, names_filter=streams)
-            ends = _uncapped(bridge.cfg.output_logits_soft_cap, logits.float())
-            found.append({**cache, "the logits": ends})
-    least = torch.finfo(logits.dtype).eps  # also of what was computed in half precision and is single here
-    for name in found[0]:
-        one, two, three = (run[name].double() for run in found)
-        rounding = min(1000 * max(least, torch.finfo(found[0][name].dtype).eps), 0.05) * float(three.abs().max())
+            scale = lambda act, hook, times=times: act * times
+            with bridge.hooks(fwd_hooks=[(name, scale) for name in _beginnings(bridge)]):
+                logits, cache = bridge.run_with_cache(task.prompt, names_filter=streams)
+            uncapped = _uncapped(bridge.cfg.output_logits_soft_cap, logits.float())
+            runs.append({**cache, "the logits": uncapped})
+    # The logits' type counts for half-precision results stored in single precision, too.
+    least = torch.finfo(logits.dtype).eps
+    for name, act in runs[0].items():
+        one, two, three = (run[name].double() for run in runs)
+        relative = min(1000 * max(least, torch.finfo(act.dtype).eps), 0.05)
+        rounding = relative * float(three.abs().max())
         if float((one - 2 * two + three).abs().max()) > rounding:
             raise ValueError(
-                f"{bridge.cfg.model_name} is not linear between the embedding and {name} where patterns, norm factors "
-                "and MLPs are held (a state space, a gate, an activation function before the logits, a basis with "
-                'error="drop"): its graph would not add up'
+                f"{bridge.cfg.model_name} is not linear between the embedding and {name} where"
+                " patterns, norm factors and MLPs are held (a state space, a gate, an activation"
+                ' function before the logits, a basis with error="drop"): its graph would not'
+                " add up"
             )
+
+
+# --------------------------------------------------------------------------------------------------
+# The run of the replacement model, whose gradients are the edges.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What sends: a tensor that the run's later parts are functions of, and its entries that are nodes.
+    """A sending tensor on which later parts of the run depend, with the entries that are nodes.
 
     Attributes:
-        kind, point: of the nodes.
+        kind, point: kind and hook point of the nodes.
         leaf: the tensor, ``[1, pos, ...]``.
-        entries: for each node its indices: of a feature position, head if there are any, and feature; else a position.
-        target: of features: what the leaf is a copy of, with its graph.
+        entries: the indices of each node: position, head (if any) and feature for a feature;
+            otherwise a position.
+        target: for features: the tensor that the leaf copies, with its autograd graph.
     """
 
     kind: Kind
@@ -948,73 +1187,84 @@ class _Source:
     target: Tensor | None = None
 
     def nodes(self, which: Tensor) -> list[Node]:
-        """Some of the nodes, by index."""
-        found = self.entries[which].tolist()
+        """Return some of the nodes, by index."""
+        entries = self.entries[which].tolist()
         if self.kind != "feature":
-            return [Node(self.kind, self.point, pos) for (pos,) in found]
-        return [Node("feature", self.point, at[0], at[-1], *at[1:-1]) for at in found]
+            return [Node(self.kind, self.point, pos) for (pos,) in entries]
+        return [Node("feature", self.point, pos, more[-1], *more[:-1]) for pos, *more in entries]
 
-    def begins(self, whole: _Source, length: int) -> bool:
-        """Whether this is the beginning of another one, of its first positions.
+    def begins(self, other: _Source, length: int) -> bool:
+        """Tell whether this source is the beginning of another one, at its first positions.
 
         Args:
-            whole: the other one.
-            length: how many positions.
+            other: the other source.
+            length: the number of positions.
         """
-        first, rest = whole.entries.tensor_split([len(self.entries)])
-        if (self.kind, self.point) != (whole.kind, whole.point) or not torch.equal(self.entries, first):
+        first, rest = other.entries.tensor_split([len(self.entries)])
+        same_point = (self.kind, self.point) == (other.kind, other.point)
+        if not same_point or not torch.equal(self.entries, first):
             return False
-        return bool((rest[:, 0] >= length).all()) and close(self.leaf, whole.leaf[:, :length])
+        return bool((rest[:, 0] >= length).all()) and close(self.leaf, other.leaf[:, :length])
 
-    def at(self, tensor: Tensor, which: Tensor) -> Tensor:
-        """The entries of some of the nodes, of a tensor like the leaf."""
+    def pick(self, tensor: Tensor, which: Tensor) -> Tensor:
+        """Return the entries of some nodes in a tensor shaped like the leaf."""
         return tensor[0][self.entries[which].unbind(1)]
 
     def sizes(self, which: Tensor) -> Float[Tensor, " node"]:
-        """The values of features; of other nodes the lengths of their vectors."""
-        stands = self.at(self.leaf.detach(), which)
-        return stands if self.kind == "feature" else stands.flatten(1).norm(dim=-1)
+        """Return the values of features; for other nodes the norms of their vectors."""
+        values = self.pick(self.leaf.detach(), which)
+        return values if self.kind == "feature" else values.flatten(1).norm(dim=-1)
 
     def sent(self, gradient: Tensor | None, rows: int) -> Float[Tensor, "row node"]:
-        """What the nodes send to each of the receivers whose gradients these are."""
+        """Return the nodes' contributions to each of the receivers with these gradients."""
         if gradient is None:
             return self.leaf.new_zeros(rows, len(self.entries))
-        where: tuple[slice | Tensor, ...] = (slice(None), *self.entries.unbind(1))
-        found = (gradient[:, 0] * self.leaf.detach()[0])[where]
-        return found if found.ndim == 2 else found.flatten(2).sum(-1)
+        index: tuple[slice | Tensor, ...] = (slice(None), *self.entries.unbind(1))
+        products = (gradient[:, 0] * self.leaf.detach()[0])[index]
+        return products if products.ndim == 2 else products.flatten(2).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Receivers:
-    """Features of one source, or logits.
+    """Receivers: features of one source, or logits.
 
     Attributes:
-        before: how many sources were made before them.
-        which: the receivers, by index.
-        of: the values of some of them, with their graph.
-        linear: whether they are linear in what is sent: no MLP's inside is between.
+        before: the number of sources created before these receivers.
+        which: the indices of the receivers.
+        values: returns the values of some of them, with their autograd graph.
+        linear: whether they are linear in their inputs: no MLP lies between.
     """
 
     before: int
     which: Int[Tensor, " receiver"]
-    of: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor], Tensor]
     linear: bool
 
 
-#: What makes a pattern of scores, and what does that and more in one.
+#: Functions that turn scores into a pattern, and fused functions that include this step.
 _SOFTMAX = (torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax)
-_LOG_SOFTMAX = (torch.log_softmax, Tensor.log_softmax, functional.log_softmax, torch.special.log_softmax)
-_WHOLE_ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+_LOG_SOFTMAX = (
+    torch.log_softmax,
+    Tensor.log_softmax,
+    functional.log_softmax,
+    torch.special.log_softmax,
+)
+_WHOLE_ATTENTION = (
+    functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward,
+)
 
 
 class _PatternsHeld(TorchFunctionMode):
-    """Holds what a basis attends to while it encodes: nothing flows through a softmax over positions.
+    """A context that freezes the attention of an encoding basis: a softmax over positions passes no
+    gradient.
 
-    A pattern that is made otherwise (by exponentials, of sigmoids, with a column for a sink) is not known as one.
+    A pattern that is computed differently (by exponentials, by sigmoids, with a sink column) is not
+    recognised.
 
     Args:
-        name: of the point in the basis.
-        length: how many positions there are.
+        name: the name of the point in the basis.
+        length: the number of positions.
     """
 
     def __init__(self, name: str, length: int) -> None:
@@ -1025,134 +1275,157 @@ class _PatternsHeld(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WHOLE_ATTENTION:
             raise ValueError(
-                f"encode of {self.name} attends by {func.__name__}, whose pattern cannot be held: write it as "
-                "scores.softmax(-1) @ values"
+                f"encode of {self.name} attends by {func.__name__}, whose pattern cannot be held:"
+                " write it as scores.softmax(-1) @ values"
             )
-        found = func(*args, **(kwargs or {}))
-        if func not in (*_SOFTMAX, *_LOG_SOFTMAX) or list(found.shape[-2:]) != [self.length] * 2:
-            return found
+        result = func(*args, **(kwargs or {}))
+        if func not in (*_SOFTMAX, *_LOG_SOFTMAX) or list(result.shape[-2:]) != [self.length] * 2:
+            return result
         if func in _LOG_SOFTMAX:
             raise ValueError(
-                f"encode of {self.name} takes logarithms of a pattern, which cannot be held: write it as "
-                "scores.softmax(-1) @ values"
+                f"encode of {self.name} takes logarithms of a pattern, which cannot be held: write"
+                " it as scores.softmax(-1) @ values"
             )
-        self._has_no_heads |= found.ndim == 3
-        return found.detach()
+        self._has_no_heads |= result.ndim == 3
+        return result.detach()
 
-    def check(self, found: Tensor) -> None:
-        """Refuses features among which a softmax may have been, since it would look like a pattern.
+    def check(self, features: Tensor) -> None:
+        """Raise an error for features that may come from a softmax, since it would be mistaken for
+        a pattern.
 
         Raises:
             ValueError: there are as many features as positions.
         """
-        if self._has_no_heads and found.shape[-1] == self.length:
+        if self._has_no_heads and features.shape[-1] == self.length:
             raise ValueError(
-                f"{self.name} has as many features as the prompt has tokens, {self.length}: a softmax over features "
-                "cannot be told from one over positions. Take a prompt of another length"
+                f"{self.name} has as many features as the prompt has tokens, {self.length}: a"
+                " softmax over features cannot be told from one over positions. Take a prompt of"
+                " another length"
             )
 
 
-def _take_room(file: str | Path, n: int) -> None:
-    """Makes a file of zeros for the edges between some nodes, of which each gets something from earlier ones alone.
+class _EdgeFile:
+    """A file for the edges between some nodes; each node receives only from earlier nodes.
 
-    It is filled here, since a disk that is found to be full when memory is written back would end the process.
+    The file is filled with zeros at once, because a full disk that is only discovered when memory
+    is written back would kill the process.
 
     Args:
-        file: its name. What stood there is replaced; an earlier graph may still use it.
-        n: how many nodes.
+        file: the file's name. An existing file is replaced; an earlier graph may still use it.
+        n: the largest number of nodes.
 
     Raises:
-        OSError: there is no room, or no such folder.
+        OSError: there is not enough disk space, or no such folder.
     """
-    path, size, zeros = Path(file), 4 * (n * (n - 1) // 2), bytes(2**20)
-    left = size
-    path.unlink(missing_ok=True)
-    try:
-        with path.open("wb", buffering=0) as made:
-            while left:
-                left -= made.write(zeros[:left])
-            os.fsync(made.fileno())
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        said = f"{error.strerror}: the edges between {n} nodes take up to {size} bytes"
-        raise OSError(error.errno, said, str(file)) from error
+
+    def __init__(self, file: str | Path, n: int) -> None:
+        self.path, self.used = Path(file), 0
+        size = 4 * (n * (n - 1) // 2)
+        self.path.unlink(missing_ok=True)
+        try:
+            self._fill(size)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            reason = f"{error.strerror}: the edges between {n} nodes take up to {size} bytes"
+            raise OSError(error.errno, reason, str(file)) from error
+        self._edges = torch.from_file(str(file), shared=True, size=size // 4, dtype=torch.float32)
+
+    def _fill(self, size: int) -> None:
+        zeros = bytes(2**20)
+        with self.path.open("wb", buffering=0) as stream:
+            while size:
+                size -= stream.write(zeros[:size])
+            os.fsync(stream.fileno())
+
+    def write(self, weights: Tensor) -> Tensor:
+        """Write some edges, and return them in the file's memory."""
+        first, self.used = self.used, self.used + weights.numel()
+        return self._edges[first : self.used].view_as(weights).copy_(weights)
+
+    def truncate(self) -> None:
+        """Give back the disk space that was not used."""
+        os.truncate(self.path, 4 * self.used)
 
 
-#: Into how many parts a prompt is cut whose features' rows are computed without what is behind them.
+#: The number of prefixes of a prompt in whose runs rows of features are computed.
 _PREFIXES = 4
-#: How many rows of the whole prompt a run of a part must spare.
+#: The number of full-prompt rows that a prefix run must save.
 _WORTHWHILE = 8
-#: In which order the nodes of a graph stand.
+#: The order of the nodes of a graph.
 _ORDER = ("feature", "error", "token", "constant")
-#: How much memory the gradients of the rows that are computed at once may take.
+#: The memory limit for the gradients of rows that are computed at once.
 _BYTES = 2**30
-#: How many entries of a row are followed where nodes are ranked.
+#: The number of entries per row that are followed when nodes are ranked.
 _FOLLOWED = 1024
 
 
 class _ReplacementRun:
-    """One run of the local replacement model, with its graph of derivatives.
+    """A run of the local replacement model, with its autograd graph.
 
     Args:
-        bridge: the bridge; patterns and factors are held already.
-        prompt: the tokens, ``[1, pos]``, and what else the model is given with them.
-        bases: the hook points in a basis.
-        kept: the positions at which features and errors are nodes.
-        tokens: whose logits are nodes.
-        probabilities: theirs.
-        together: how many rows are computed at once.
-        names: of hook points that are read, too.
-        stop: of hook points behind which nothing of what made them counts.
+        task: the arguments of the graph; the bridge's patterns and factors are already frozen.
+        tokens: the tokens whose logits are nodes; None: none.
+        names: the names of further hook points to read.
+        stop: the names of hook points at which the gradient is cut.
 
     Attributes:
-        read: what stands at hook points that are read, with its graph.
-        cut: what stands for the activation behind a hook point of `stop`.
-        sources: in the order of the computation: what a source is made of stands before it.
-        logits: of the tokens, less the mean of all, as receivers.
+        read: the activations at the hook points that are read, with their autograd graph.
+        cut: the leaf that replaces the activation after a hook point of `stop`.
+        sources: the sources in the order of computation.
+        logits: the tokens' logits, relative to the mean logit, as receivers.
     """
 
     def __init__(
         self,
-        bridge: TransformerBridge,
-        prompt: dict[str, Any],
-        bases: Sequence[HookPoint],
-        kept: Tensor,
-        tokens: Tensor,
-        probabilities: Tensor,
-        together: int,
+        task: _Task,
+        tokens: Int[Tensor, " logit"] | None = None,
         names: Sequence[str] = (),
         stop: Sequence[str] = (),
     ) -> None:
-        self.bridge, self.kept, self.together = bridge, kept, together
-        self.prompt, self.bases = prompt, bases
+        self.task, self.bridge, self.kept = task, task.bridge, task.kept
+        self.tokens = self.kept.new_zeros(0, dtype=torch.long) if tokens is None else tokens
         self.cut: dict[str, Tensor] = {}
-        self.tokens, self.probabilities = tokens, probabilities
         self.sources: list[_Source] = []
         self.read: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
-        by_point = {hook.name.rpartition(".")[0]: hook for hook in bases}
-        explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}  # by what made it
-        mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out") and name not in explained]
-        reads = [name for hook in bases if isinstance(hook.view, InBasis) for name, _ in hook.view.reads]
-        hooks: list[tuple[str, Callable[..., Tensor | None]]] = [(name, self._begin) for name in _beginnings(bridge)]
+        output = self.bridge.run_with_hooks(task.prompt, fwd_hooks=self._hooks(names, stop))
+        logits = _uncapped(self.bridge.cfg.output_logits_soft_cap, output[0, -1].float())
+        ends = (logits - logits.mean())[self.tokens]
+        which = torch.arange(len(self.tokens), device="cpu")
+        self.logits = _Receivers(len(self.sources), which, lambda some: ends[some], True)
+
+    def _hooks(self, names: Sequence[str], stop: Sequence[str]) -> list[tuple[str, Any]]:
+        """Return the hooks that replace the model's layers, and read some activations."""
+        bridge, bases = self.bridge, self.task.bases
+        reads = [name for basis in bases for name, _ in _view_of(basis).reads]
+        hooks: list[tuple[str, Any]] = [(name, self._begin) for name in _beginnings(bridge)]
         hooks += [(name, self._keep) for name in dict.fromkeys([*reads, *names])]
         hooks += [(name, self._stop) for name in stop]
-        later = [follower.name.rpartition(".")[0] for hook in bases for follower in hook.point.linked]
-        for name in dict.fromkeys([*by_point, *later, *mlps]):
-            hooks.append((name, self._replace(by_point.get(name), written_later(name, bases, bridge.hook_dict))))
-        logits = bridge.run_with_hooks(prompt, fwd_hooks=hooks)[0, -1].float()
-        made = _uncapped(bridge.cfg.output_logits_soft_cap, logits)
-        ends = (made - made.mean())[tokens]
-        self.logits = _Receivers(len(self.sources), torch.arange(len(tokens)), lambda some: ends[some], True)
+        by_point = {basis.name.rpartition(".")[0]: basis for basis in bases}
+        # A basis inside an MLP explains its output.
+        explained = {name.replace(".mlp.hook_post", ".hook_mlp_out") for name in by_point}
+        later = [hook.name.rpartition(".")[0] for basis in bases for hook in basis.point.linked]
+        mlps = [name for name in bridge.hook_dict if name.endswith(".hook_mlp_out")]
+        unexplained = [name for name in mlps if name not in explained]
+        for name in dict.fromkeys([*by_point, *later, *unexplained]):
+            earlier = written_later(name, bases, bridge.hook_dict)
+            hooks.append((name, partial(self._replace, by_point.get(name), earlier)))
+        return hooks
 
-    def _send(self, kind: Kind, point: str, value: Tensor, entries: Tensor, target: Tensor | None = None) -> Tensor:
-        """Makes a source of a value, and returns what stands for it in the rest of the run."""
+    def _send(
+        self, kind: Kind, point: str, value: Tensor, entries: Tensor, target: Tensor | None = None
+    ) -> Tensor:
+        """Turn a value into a source, and return the leaf that replaces it in the rest of the
+        run.
+        """
         leaf = value.detach().requires_grad_()
         self.sources.append(_Source(kind, point, leaf, entries, target))
         return leaf
 
     def _begin(self, act: Tensor, hook: HookPoint) -> Tensor:
-        return self._send("token", hook.name, act, torch.arange(act.shape[1], device=act.device)[:, None])
+        return self._send(
+            "token", hook.name, act, torch.arange(act.shape[1], device=act.device)[:, None]
+        )
 
     def _keep(self, act: Tensor, hook: HookPoint) -> None:
         self.read[hook.name] = act
@@ -1160,254 +1433,383 @@ class _ReplacementRun:
     def _stop(self, act: Tensor, hook: HookPoint) -> Tensor:
         return self.cut.setdefault(hook.name, act.detach().requires_grad_())
 
-    def _replace(self, basis: HookPoint | None, earlier: list[tuple[HookPoint, InBasis]]) -> Callable[..., Tensor]:
-        """A hook that makes an MLP's output a function of features and errors alone.
+    def _replace(
+        self,
+        basis: HookPoint | None,
+        earlier: Sequence[tuple[HookPoint, InBasis]],
+        act: Tensor,
+        hook: HookPoint,
+    ) -> Tensor:
+        """Make an activation a function of only features and errors.
 
         Args:
-            basis: that of the features; None: the MLP is all error.
-            earlier: what writes here of a cross-layer transcoder's layers.
+            basis: the basis of the features; None: the activation is all error.
+            earlier: the earlier layers of a cross-layer transcoder that write here.
+            act, hook: the activation, and its hook point.
         """
+        decoded = constant = torch.zeros_like(act)
+        writers = [(view, self._leaves[layer.name]) for layer, view in earlier]
+        skipped: Tensor | None = None
+        if basis is not None:
+            view = _view_of(basis)
+            read = view.read_in(self.read) if view.reads else act
+            writers.append((view, self._encode(basis, view, read, act.shape[1])))
+            skipped = None if view.skip is None else view.skip(read)
+        for view, leaf in writers:
+            decoded = decoded + view.decoded(leaf, act)
+            constant = constant + view.decoded(torch.zeros_like(leaf), act)
+        if skipped is not None:
+            decoded = decoded + skipped
+        positions = self.kept.nonzero()
+        error = self._send("error", hook.name, act - decoded, positions)
+        if constant.any():
+            leaf = self._send("constant", hook.name, constant, positions)
+            decoded = decoded - constant.detach() + leaf
+        return error + decoded
 
-        def replace(act: Tensor, hook: HookPoint) -> Tensor:
-            made = constant = torch.zeros_like(act)
-            for layer, there in earlier:
-                leaf = self._leaves[layer.name]
-                made = made + there.decoded(leaf, act)
-                constant = constant + there.decoded(torch.zeros_like(leaf), act)
-            if basis is not None:
-                view = basis.view
-                assert isinstance(view, InBasis)
-                read = view.read_in(self.read) if view.reads else act
-                with _PatternsHeld(basis.name, act.shape[1]) as held:
-                    found = dense(view.encode(read))
-                held.check(found)
-                entries = (found.detach()[0] * self.kept.view(-1, *[1] * (found.ndim - 2))).nonzero()
-                leaf = self._leaves[basis.name] = self._send("feature", basis.name, found, entries, found)
-                made = made + view.decoded(leaf, act)
-                constant = constant + view.decoded(torch.zeros_like(leaf), act)
-                if view.skip is not None:
-                    made = made + view.skip(read)
-            positions = self.kept.nonzero()
-            error = self._send("error", hook.name, act - made, positions)
-            if constant.any():
-                made = made - constant.detach() + self._send("constant", hook.name, constant, positions)
-            return error + made
-
-        return replace
+    def _encode(self, basis: HookPoint, view: InBasis, read: Tensor, length: int) -> Tensor:
+        """Encode what a basis reads, and return the leaf of the features."""
+        with _PatternsHeld(basis.name, length) as held:
+            features = dense(view.encode(read))
+        held.check(features)
+        kept = self.kept.view(-1, *[1] * (features.ndim - 2))
+        entries = (features.detach()[0] * kept).nonzero()
+        leaf = self._send("feature", basis.name, features, entries, features)
+        self._leaves[basis.name] = leaf
+        return leaf
 
     def _rows(self, receivers: _Receivers) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """What each receiver gets from all sources before it, in batches: which ones, and a ``[row, node]`` of each."""
+        """Yield batches of receivers, with a ``[row, node]`` tensor of their inputs from each
+        earlier source.
+        """
         sources = self.sources[: receivers.before]
         leaves = [source.leaf for source in sources]
-        of_one = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        size = max(1, min(self.together, _BYTES // max(of_one, 1)))
+        row_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        size = max(1, min(self.task.together, _BYTES // max(row_bytes, 1)))
         for some in receivers.which.split(size) if len(receivers.which) else ():
-            gradients = self._gradients(receivers.of(some), leaves)
-            sent = [source.sent(gradient, len(some)) for source, gradient in zip(sources, gradients, strict=True)]
-            yield some, sent
+            gradients = self._gradients(receivers.values(some), leaves)
+            pairs = zip(sources, gradients, strict=True)
+            yield some, [source.sent(gradient, len(some)) for source, gradient in pairs]
 
-    def _rows_of(self, wanted: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
-        """The rows of features, as `_rows` gives them, source by source.
+    def _rows_of(
+        self, requested: Mapping[int, Tensor]
+    ) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """Yield the rows of features, in the form of `_rows`, source by source.
 
-        Nothing behind a feature's position reaches it: those of the prompt's first parts are computed in runs of these
-        parts alone, where they spare enough and are the same.
+        Nothing after a feature's position can affect it. The rows of early positions are therefore
+        computed in runs of a prefix of the prompt, if that saves enough and gives the same values.
 
         Args:
-            wanted: for each source, which of its features, in order.
+            requested: for each source, its requested features, in order.
         """
         length, begin = self.kept.numel(), 0
         for part in range(1, _PREFIXES + 1):
             end = length * part // _PREFIXES
-            places = {at: self.sources[at].entries[which, 0] for at, which in wanted.items()}
-            here = {at: which[(begin <= places[at]) & (places[at] < end)] for at, which in wanted.items()}
-            spared = sum(len(which) for which in here.values()) * (length - end)
-            run = (self._of_prefix(end) if spared > _WORTHWHILE * length else None) or self
-            for at, which in here.items():
-                for some, sent in run._rows(run._features(at, which)):
-                    behind = [len(source.entries) - x.shape[1] for source, x in zip(self.sources, sent, strict=False)]
-                    yield at, some, [functional.pad(x, (0, n)) if n else x for x, n in zip(sent, behind, strict=True)]
+            features: dict[int, Tensor] = {}
+            for index, which in requested.items():
+                positions = self.sources[index].entries[which, 0]
+                features[index] = which[(begin <= positions) & (positions < end)]
+            spared = sum(map(len, features.values())) * (length - end)
+            run = self._prefix_run(end) if spared > _WORTHWHILE * length else None
+            run = run or self
+            for index, which in features.items():
+                for some, sent in run._rows(run._features(index, which)):
+                    yield index, some, self._padded(sent)
             begin = end
 
-    def _of_prefix(self, length: int) -> _ReplacementRun | None:
-        """The run of the prompt's first tokens; None where what stands at them is not what it is in the whole."""
-        tokens_alone = self.prompt.keys() <= {"input_ids", "attention_mask"}
-        if not tokens_alone or any(leaf.shape[-1] == length for leaf in self._leaves.values()):  # see `_PatternsHeld`
+    def _padded(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows of a prefix run with zeros for the nodes at later positions."""
+        rows = []
+        for source, part in zip(self.sources, sent, strict=False):
+            later = len(source.entries) - part.shape[1]
+            rows.append(functional.pad(part, (0, later)) if later else part)
+        return rows
+
+    def _prefix_run(self, length: int) -> _ReplacementRun | None:
+        """Return the run of the prompt's first tokens; None if its activations differ from those of
+        the full run.
+        """
+        prompt = self.task.prompt
+        if not prompt.keys() <= {"input_ids", "attention_mask"}:
             return None
-        prompt = {name: value[:, :length] for name, value in self.prompt.items()}
-        with self.bridge.linearised(prompt):
-            none = self.kept.new_zeros(0, dtype=torch.long)
-            of = (prompt, self.bases, self.kept[:length], none, self.probabilities[:0], self.together)
-            run = _ReplacementRun(self.bridge, *of)
-        both = zip(run.sources, self.sources, strict=False)
-        same = len(run.sources) == len(self.sources) and all(one.begins(other, length) for one, other in both)
-        return run if same else None
+        if any(leaf.shape[-1] == length for leaf in self._leaves.values()):
+            return None  # see `_PatternsHeld`
+        prefix = {name: value[:, :length] for name, value in prompt.items()}
+        with self.bridge.linearised(prefix):
+            run = _ReplacementRun(replace(self.task, prompt=prefix, kept=self.kept[:length]))
+        if len(run.sources) != len(self.sources):
+            return None
+        pairs = zip(run.sources, self.sources, strict=True)
+        return run if all(one.begins(other, length) for one, other in pairs) else None
 
     def _gradients(self, receivers: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Of each receiver: one by one where the model is spread, as DTensors know no vmap."""
+        """Return the gradients of each receiver, one by one for a sharded model, as DTensors do not
+        support vmap.
+        """
         if not receivers.requires_grad:
             return [None] * len(leaves)
-        given = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
-        wanted = torch.eye(len(receivers), device=receivers.device, dtype=receivers.dtype)
+        grad = partial(torch.autograd.grad, receivers, leaves, retain_graph=True, allow_unused=True)
+        rows = torch.eye(len(receivers), device=receivers.device, dtype=receivers.dtype)
         if self.bridge.wiring.sharing is None:
-            return given(wanted, is_grads_batched=True)
-        rows = [given(row) for row in wanted]
-        return [None if of_leaf[0] is None else torch.stack(of_leaf) for of_leaf in zip(*rows, strict=True)]
+            return grad(rows, is_grads_batched=True)
+        by_leaf = zip(*map(grad, rows), strict=True)
+        return [None if leaf[0] is None else torch.stack(leaf) for leaf in by_leaf]
 
-    def _features(self, at: int, which: Tensor) -> _Receivers:
-        """Some of a source's features as receivers."""
-        source = self.sources[at]
+    def _features(self, index: int, which: Tensor) -> _Receivers:
+        """Return some of a source's features as receivers."""
+        source = self.sources[index]
         assert source.target is not None
-        return _Receivers(at, which, partial(source.at, source.target), not self._bends(source.point))
+        values = partial(source.pick, source.target)
+        return _Receivers(index, which, values, not self._bends(source.point))
 
-    def graph(self, limit: int | None, file: str | Path | None) -> AttributionGraph:
-        """The graph of the run.
+    def graph(
+        self, probabilities: Tensor, limit: int | None, file: str | Path | None
+    ) -> AttributionGraph:
+        """Return the graph of the run.
 
         Args:
-            limit: how many features, errors and tokens are nodes; None: all.
-            file: where the adjacency stands; None: in memory.
+            probabilities: the probabilities of the tokens.
+            limit: the number of features, errors and tokens that are nodes; None: all.
+            file: the file of the adjacency; None: in memory.
         """
-        if not any(len(source.entries) for source in self.sources if source.kind == "feature"):
-            raise ValueError("no feature is active at these positions: there is nothing to attribute")
-        ranked = sum(len(some.entries) for some in self.sources if some.kind != "constant")
+        sizes = [len(source.entries) for source in self.sources]
+        kinds = [source.kind for source in self.sources]
+        if not any(n for n, kind in zip(sizes, kinds, strict=True) if kind == "feature"):
+            raise ValueError(
+                "no feature is active at these positions: there is nothing to attribute"
+            )
+        ranked = sum(n for n, kind in zip(sizes, kinds, strict=True) if kind != "constant")
         dropped = limit is not None and ranked > limit
+        edges = None
         if file is not None:
-            most = limit + 1 if limit is not None and dropped else sum(len(some.entries) for some in self.sources)
-            _take_room(file, most + 1 + len(self.tokens))
+            most = limit + 1 if limit is not None and dropped else sum(sizes)
+            edges = _EdgeFile(file, most + 1 + len(self.tokens))
         if limit is not None and dropped:
-            return self._among(self._most_influential(limit), file, dropped=True)
-        return self._among([torch.arange(len(some.entries), device=some.leaf.device) for some in self.sources], file)
-
-    def _among(self, kept: list[Tensor], file: str | Path | None, dropped: bool = False) -> AttributionGraph:
-        """The graph of some nodes of each source."""
-        order = sorted(range(len(kept)), key=lambda at: _ORDER.index(self.sources[at].kind))
-        first = dict(zip(order, accumulate((len(kept[at]) for at in order), initial=0), strict=False))
-        columns = [slice(first[at], first[at] + len(mine)) for at, mine in enumerate(kept)]
-        nodes = [node for at in order for node in self.sources[at].nodes(kept[at])]
-        biases = len(nodes)
-        nodes += [Node("constant", "biases", 0), *[Node("dropped", "dropped", 0)] * dropped]
-        first[-1] = len(nodes)  # of the logits
-        nodes += [Node("logit", "logits", self.kept.numel() - 1, int(token)) for token in self.tokens]
-        shares = self.probabilities if file is None else self.probabilities.cpu()
-        received, values = shares.new_zeros(2, len(nodes))
-        found: list[_Rows] = []
-        room, used = None, 0
-        if file is not None:
-            most = len(nodes) * (len(nodes) - 1) // 2
-            room = torch.from_file(str(file), shared=True, size=most, dtype=shares.dtype)
-        for at, source in enumerate(self.sources):
-            values[columns[at]] = source.sizes(kept[at]).to(values)
-        of_logits = ((-1, some, sent) for some, sent in self._rows(self.logits))
-        features = {at: mine for at, mine in enumerate(kept) if self.sources[at].kind == "feature"}
-        for at, some, sent in chain(of_logits, self._rows_of(features)):
-            receivers = self.logits if at < 0 else self._features(at, some)
-            rows = slice(first[at], first[at] + len(some))
-            first[at] += len(some)
-            table = received.new_zeros(len(some), len(nodes))
-            for source, mine, column, parts in zip(self.sources, kept, columns, sent, strict=False):
-                table[:, column] = parts[:, mine].to(table)
-                if source.kind != "constant":
-                    received[rows] += parts.abs().sum(1).to(received)
-                if dropped:
-                    rest = parts.index_fill(1, mine, 0).sum(1).to(table)
-                    table[:, biases + (source.kind != "constant")] += rest
-            values[rows] = receivers.of(some).detach().to(values)
-            if receivers.linear:  # all is linear in the nodes and constant otherwise
-                table[:, biases] += values[rows] - table.sum(1)
-            reached = table.any(0)
-            reached[biases + dropped] = True  # what was dropped has its share, also where its sum is nothing
-            senders = reached.nonzero().flatten().int()
-            part = table[:, senders]
-            if room is not None:
-                used += part.numel()
-                part = room[used - part.numel() : used].view_as(part).copy_(part)
-            found.append((rows, senders, part))
-        if file is not None:
-            os.truncate(file, 4 * used)
-        found.sort(key=lambda some: some[0].start)
-        return AttributionGraph(tuple(nodes), tuple(found), values, shares, received)
+            kept = self._most_influential(probabilities, limit)
+        else:
+            kept = [
+                torch.arange(len(source.entries), device=source.leaf.device)
+                for source in self.sources
+            ]
+        return _Assembly(self, kept, probabilities, edges, dropped).graph()
 
     def value(self, node: Node) -> Float[Tensor, ""]:
-        """What stands at a feature or a logit, with its graph.
+        """Return the value of a feature or a logit, with its autograd graph.
 
         Raises:
-            ValueError: it is no such node, or is not there, or what it gets is a slope.
+            ValueError: the node is neither a feature nor a logit, does not exist, or its inputs are
+                derivatives.
         """
         if node.kind == "logit" and node.pos == self.kept.numel() - 1:
-            return self.logits.of(torch.tensor([0]))[0]
-        if node.kind == "feature":
-            for source in self.sources:
-                if source.kind == "feature" and source.point == node.point:
-                    if self._bends(source.point):
-                        raise ValueError(f"{node} is read inside an MLP or behind it: its edges are slopes, of no sum")
-                    place = [node.pos, *([] if node.head is None else [node.head]), node.index]
-                    which = (source.entries == torch.tensor(place, device=source.entries.device)).all(1).nonzero()
-                    if len(which):
-                        assert source.target is not None
-                        return source.at(source.target, which[0])[0]
-        raise ValueError(f"{node} is no feature that is active in this run, and no logit of its last position")
+            return self.logits.values(torch.tensor([0], device="cpu"))[0]
+        heads = () if node.head is None else (node.head,)
+        entry = self.tokens.new_tensor([node.pos, *heads, node.index])
+        for source in self.sources:
+            if node.kind != "feature" or (source.kind, source.point) != (node.kind, node.point):
+                continue
+            if self._bends(source.point):
+                raise ValueError(
+                    f"{node} is read inside an MLP or after it: its edges are slopes, of no sum"
+                )
+            which = (source.entries == entry).all(1).nonzero()
+            if len(which):
+                assert source.target is not None
+                return source.pick(source.target, which[0])[0]
+        raise ValueError(
+            f"{node} is no feature that is active in this run, and no logit of its last position"
+        )
 
-    def parts(self, vector: Float[Tensor, " d_head"]) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
-        """What each node contributes to a vector that is linear in them: which do, ``biases`` last, and what."""
-        every = torch.arange(len(vector), device=vector.device)
-        found: list[list[Tensor]] = [[] for _ in self.sources]
-        for _, sent in self._rows(_Receivers(len(self.sources), every, lambda some: vector[some], True)):
-            for rows, part in zip(found, sent, strict=True):
-                rows.append(part)
+    def parts(
+        self, vector: Float[Tensor, " d_head"]
+    ) -> tuple[tuple[Node, ...], Float[Tensor, "node d_head"]]:
+        """Return the nodes that contribute to a vector that is linear in them (``biases`` last),
+        and their contributions.
+        """
+        entries = torch.arange(len(vector), device=vector.device)
+        receivers = _Receivers(len(self.sources), entries, lambda some: vector[some], True)
+        rows = [sent for _, sent in self._rows(receivers)]
         nodes: list[Node] = []
         parts: list[Tensor] = []
-        for source, rows in zip(self.sources, found, strict=True):
-            part = torch.cat(rows).T
+        for source, sent in zip(self.sources, zip(*rows, strict=True), strict=True):
+            part = torch.cat(sent).T
             which = part.abs().amax(1).nonzero().flatten()
             nodes += source.nodes(which)
             parts.append(part[which])
-        whole = torch.cat(parts)
-        rest = (vector.detach() - whole.sum(0))[None]
-        return (*nodes, Node("constant", "biases", 0)), torch.cat([whole, rest])
+        contributions = torch.cat(parts)
+        rest = (vector.detach() - contributions.sum(0))[None]
+        biases = Node("constant", "biases", 0)
+        return (*nodes, biases), torch.cat([contributions, rest])
 
-    def _most_influential(self, limit: int) -> list[Tensor]:
-        """Which nodes of each source have the most influence, as `AttributionGraph.influence` counts it.
+    def _most_influential(self, probabilities: Tensor, limit: int) -> list[Tensor]:
+        """Return the nodes of each source with the most influence, as `AttributionGraph.influence`
+        counts it.
 
-        It is followed from the logits through the features that are among the first so far, until the rows of all these
-        are known. Of a row the largest entries alone are remembered: it is computed again for those that are kept.
+        The influence is followed from the logits through the features that rank highest so far,
+        until the rows of all these are known. Only the largest entries of a row are stored; the row
+        is recomputed for the nodes that are kept.
         """
-        offsets = [*accumulate((len(source.entries) for source in self.sources), initial=0)]
-        feature = torch.cat([torch.full((len(some.entries),), some.kind == "feature") for some in self.sources])
-        feature = feature.to(self.probabilities.device)
-
-        def by_source(which: Tensor) -> list[Tensor]:
-            return [which[(low <= which) & (which < high)].sort().values - low for low, high in pairwise(offsets)]
-
-        begin = self.probabilities.new_zeros(offsets[-1], dtype=torch.float64)
+        sizes = [len(source.entries) for source in self.sources]
+        offsets = [*accumulate(sizes, initial=0)]
+        of_features = [source.kind == "feature" for source in self.sources]
+        is_feature = torch.tensor(of_features, device="cpu").repeat_interleave(
+            torch.tensor(sizes, device="cpu")
+        )
+        is_feature = is_feature.to(probabilities.device)
+        begin = probabilities.new_zeros(offsets[-1], dtype=torch.float64)
         for some, sent in self._rows(self.logits):
-            begin += self.probabilities[some].double() @ self._shares(sent).double()
-        known: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        expanded = torch.zeros_like(feature)
+            begin += probabilities[some].double() @ self._shares(sent).double()
+        known: _KnownRows = {}
+        expanded = torch.zeros_like(is_feature)
         while True:
-            influence = begin.clone()  # how much of the logits goes through each node, by the rows that are known
-            for at in sorted(known, reverse=True):  # that of what is computed later is whole by then
-                for rows, columns, shares in known[at]:
-                    influence.index_add_(0, columns.flatten(), (influence[rows, None] * shares).flatten())
-            best = influence.topk(limit)
+            best = _followed(begin, known).topk(limit)
             first = best.indices[best.values > 0]
-            fresh = first[feature[first] & ~expanded[first]][: max(self.together, int(expanded.sum()) // 4)]
+            unknown = first[is_feature[first] & ~expanded[first]]
+            fresh = unknown[: max(self.task.together, int(expanded.sum()) // 4)]
             if not len(fresh):
-                return by_source(first)
+                return _by_source(first, offsets)
             expanded[fresh] = True
-            wanted = {at: which for at, which in enumerate(by_source(fresh)) if len(which)}
-            for at, rows, sent in self._rows_of(wanted):
+            requested = enumerate(_by_source(fresh, offsets))
+            for index, rows, sent in self._rows_of({i: some for i, some in requested if len(some)}):
                 shares = self._shares(sent)
                 largest = shares.topk(min(_FOLLOWED, shares.shape[1]))
-                known.setdefault(at, []).append((rows + offsets[at], largest.indices, largest.values))
+                row = rows + offsets[index], largest.indices, largest.values
+                known.setdefault(index, []).append(row)
 
     def _shares(self, sent: Sequence[Tensor]) -> Float[Tensor, "row node"]:
-        """Of what each row gets the shares of the sizes, constants aside."""
-        explain = [part.abs() * (some.kind != "constant") for some, part in zip(self.sources, sent, strict=False)]
-        sizes = torch.cat(explain, 1)
+        """Normalise each row's absolute contributions, ignoring constants."""
+        pairs = zip(self.sources, sent, strict=False)
+        sizes = torch.cat([part.abs() * (some.kind != "constant") for some, part in pairs], 1)
         return sizes / sizes.sum(1, keepdim=True).clamp(min=1e-10)
 
     def _bends(self, point: str) -> bool:
-        """Whether an MLP is between the stream and the features at a point, so that what they get is a slope."""
-        view = self.bridge.hook_dict[point].view
-        own = point.rpartition(".")[0]
-        read = [name for name, _ in view.reads] if isinstance(view, InBasis) and view.reads else [own]
-        return any(".mlp." in name or name.endswith(".hook_mlp_out") for name in read)
+        """Tell whether an MLP lies between the stream and the features at a point, so that edges
+        are derivatives.
+        """
+        reads = _view_of(self.bridge.hook_dict[point]).reads
+        names = [name for name, _ in reads] or [point.rpartition(".")[0]]
+        return any(".mlp." in name or name.endswith(".hook_mlp_out") for name in names)
+
+
+def _view_of(basis: HookPoint) -> InBasis:
+    """Return the view of a hook point in a basis."""
+    assert isinstance(basis.view, InBasis)
+    return basis.view
+
+
+#: For each source, the rows of its features that are known: the features, their senders, and the
+#: shares of these.
+_KnownRows = dict[int, list[tuple[Tensor, Tensor, Tensor]]]
+
+
+def _followed(begin: Tensor, known: _KnownRows) -> Tensor:
+    """Return the influence of each node on the logits, by the known rows.
+
+    Args:
+        begin: the influence without detours.
+        known: the known rows.
+    """
+    influence = begin.clone()
+    for index in sorted(known, reverse=True):  # the influence of later nodes is complete by then
+        for rows, columns, shares in known[index]:
+            added = (influence[rows, None] * shares).flatten()
+            influence.index_add_(0, columns.flatten(), added)
+    return influence
+
+
+def _by_source(which: Tensor, offsets: Sequence[int]) -> list[Tensor]:
+    """Split nodes by source, given the places at which the sources begin."""
+    return [
+        which[(low <= which) & (which < high)].sort().values - low
+        for low, high in pairwise(offsets)
+    ]
+
+
+class _Assembly:
+    """A graph whose rows are computed one after the other.
+
+    Args:
+        run: the run.
+        kept: for each source, those of its nodes that are in the graph.
+        probabilities: the probabilities of the logits' tokens.
+        edges: the file of the rows; None: in memory.
+        dropped: whether the graph lacks nodes of the run.
+
+    Attributes:
+        columns: the places of each source's nodes.
+        biases: the place of the node ``biases``; that of ``dropped`` is the next one.
+    """
+
+    def __init__(
+        self,
+        run: _ReplacementRun,
+        kept: Sequence[Tensor],
+        probabilities: Tensor,
+        edges: _EdgeFile | None,
+        dropped: bool,
+    ) -> None:
+        self.run, self.kept, self.edges, self.dropped = run, kept, edges, dropped
+        nodes: list[Node] = []
+        columns: dict[int, slice] = {}
+        for index in sorted(range(len(kept)), key=lambda i: _ORDER.index(run.sources[i].kind)):
+            columns[index] = slice(len(nodes), len(nodes) + len(kept[index]))
+            nodes += run.sources[index].nodes(kept[index])
+        self.columns = [columns[index] for index in range(len(kept))]
+        self.biases = len(nodes)
+        nodes.append(Node("constant", "biases", 0))
+        if dropped:
+            nodes.append(Node("dropped", "dropped", 0))
+        self.first_logit, last = len(nodes), run.kept.numel() - 1
+        nodes += [Node("logit", "logits", last, int(token)) for token in run.tokens]
+        self.nodes = tuple(nodes)
+        self.probabilities = probabilities if edges is None else probabilities.cpu()
+        self.received, self.values = self.probabilities.new_zeros(2, len(nodes))
+        self.rows: list[_Rows] = []
+
+    def graph(self) -> AttributionGraph:
+        """Compute all rows, and return the graph."""
+        run, features = self.run, {}
+        for index, (source, which) in enumerate(zip(run.sources, self.kept, strict=True)):
+            self.values[self.columns[index]] = source.sizes(which).to(self.values)
+            if source.kind == "feature":
+                features[index] = which
+        first = self.first_logit
+        for some, sent in run._rows(run.logits):
+            self._add(first, run.logits, some, sent)
+            first += len(some)
+        begins = [column.start for column in self.columns]
+        for index, some, sent in run._rows_of(features):
+            self._add(begins[index], run._features(index, some), some, sent)
+            begins[index] += len(some)
+        if self.edges is not None:
+            self.edges.truncate()
+        rows = tuple(sorted(self.rows, key=lambda row: row[0].start))
+        return AttributionGraph(self.nodes, rows, self.values, self.probabilities, self.received)
+
+    def _add(self, first: int, receivers: _Receivers, some: Tensor, sent: Sequence[Tensor]) -> None:
+        """Add the rows of some receivers, from the place `first` on."""
+        rows, biases = slice(first, first + len(some)), self.biases
+        table = self._table(rows, sent)
+        self.values[rows] = receivers.values(some).detach().to(self.values)
+        if receivers.linear:  # everything is linear in the nodes or constant
+            table[:, biases] += self.values[rows] - table.sum(1)
+        reached = table.any(0)
+        reached[biases + self.dropped] = True  # dropped nodes count, even if they sum to zero
+        senders = reached.nonzero().flatten().int()
+        weights = table[:, senders]
+        if self.edges is not None:
+            weights = self.edges.write(weights)
+        self.rows.append((rows, senders, weights))
+
+    def _table(self, rows: slice, sent: Sequence[Tensor]) -> Tensor:
+        """Return the inputs of some rows from all nodes of the graph."""
+        table = self.received.new_zeros(rows.stop - rows.start, len(self.nodes))
+        parts = zip(self.run.sources, self.kept, self.columns, sent, strict=False)
+        for source, which, column, part in parts:
+            counts = source.kind != "constant"
+            table[:, column] = part[:, which].to(table)
+            if counts:
+                self.received[rows] += part.abs().sum(1).to(self.received)
+            if self.dropped:
+                rest = part.index_fill(1, which, 0).sum(1).to(table)
+                table[:, self.biases + counts] += rest
+        return table

@@ -1,4 +1,4 @@
-"""Interchange interventions: coordinates of one run in another, and the subspace that carries a variable."""
+"""Interchange interventions: coordinates swapped between runs, and subspaces of a variable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,12 +17,12 @@ from torch.nn.utils.parametrize import cached
 from adapters.norms import at_least_float32
 from adapters.views.basis import Basis, dense
 from bridge.analysis.analysis import refuse_training
+from bridge.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.bases.bases import Directions, Rotation
 from bridge.bridge import TransformerBridge
 from bridge.circuits.graph import refuse_inference_mode
-from bridge.hooks.arguments import check_choice, check_positive, refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.rows import places_of
+from bridge.rows import places_of
 from bridge.run.inputs import Prompts, prompts_with
 
 
@@ -38,27 +38,30 @@ def interchange(
     features: Int[Tensor, " n"] | None = None,
     **model_kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
-    """The logits of prompts that run with coordinates of other prompts (Geiger et al. 2021, "Causal Abstractions").
+    """Return the logits of prompts that run with coordinates of other prompts (Geiger et al. 2021,
+    "Causal Abstractions").
 
-    Row i of `base` gets what row i of `source` has there, or all rows what the single row of `source` has; all of them
-    are one batch. With every feature of a basis of full rank this is activation patching.
+    Row i of `base` gets the coordinates of row i of `source`, or all rows get those of the single
+    row of `source`; all rows run as one batch. With every feature of a basis of full rank this is
+    activation patching.
 
     Args:
         bridge: the bridge.
-        base: the prompts that run, ``[batch, pos]``, or what a processor gives.
-        source: the prompts whose coordinates they get, likewise.
+        base: the prompts that run, ``[batch, pos]``, or a processor's output.
+        source: the prompts that provide the coordinates, in the same form.
         point: the hook point, such as one in a basis.
-        position: where, among the tokens of each row (-1 is its last one); None: at all, of which both have as many.
-        source_position: where in the source; None: at `position`.
-        features: which coordinates; None: all.
-        model_kwargs: what else the model takes with both, such as ``pixel_values=``. Where each has its own, such as an
-            ``attention_mask``, give prompts as a processor gives them.
+        position: the position among each row's tokens (-1 is the last one); None: all positions,
+            whose number must be equal in both.
+        source_position: the position in the source; None: `position`.
+        features: the coordinates; None: all.
+        model_kwargs: further model inputs for both, such as ``pixel_values=``. If each has its own,
+            such as an ``attention_mask``, pass prompts as a processor's output.
 
     Returns:
         ``[batch, pos, d_vocab]``.
 
     Raises:
-        ValueError: the numbers of rows or of positions do not fit.
+        ValueError: the numbers of rows or of positions do not match.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -74,48 +77,58 @@ def interchange(
     one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
     (rows, length), (sources, width) = (prompts["input_ids"].shape for prompts in (one, other))
     if sources not in (1, rows):
-        raise ValueError(f"source has {sources} rows and base {rows}: give one for each, or one for all")
+        raise ValueError(
+            f"source has {sources} rows and base {rows}: give one for each, or one for all"
+        )
     if position is None and width != length:
-        raise ValueError(f"source has {width} positions and base {length}: give position, or prompts of one length")
+        raise ValueError(
+            f"source has {width} positions and base {length}: give position, or prompts of one"
+            " length"
+        )
     (hook,) = bridge.select_hooks(point)
     with torch.no_grad():
         _, cache = bridge.run_with_cache(other, names_filter=hook)
-    found = dense(cache[hook.name])
-    at = position if source_position is None else source_position
-    given = found if at is None else _read(found, places_of(other.get("attention_mask"), at, found.shape))
-    where = None if position is None else places_of(one.get("attention_mask"), position, (rows, length))
+    values = dense(cache[hook.name])
+    read_at = position if source_position is None else source_position
+    if read_at is not None:
+        values = _read(values, places_of(other.get("attention_mask"), read_at, values.shape))
+    mask = one.get("attention_mask")
+    written = None if position is None else places_of(mask, position, (rows, length))
 
     def put(act: Tensor, hook: HookPoint) -> Tensor:
-        here = act if where is None else _read(act, where)
-        there = given.to(act).expand_as(here)
-        new = there if features is None else here.index_copy(-1, features, there[..., features])
-        return new if where is None else _written(act, where, new)
+        old = act if written is None else _read(act, written)
+        new = values.to(act).expand_as(old)
+        if features is not None:
+            new = old.index_copy(-1, features, new[..., features])
+        return new if written is None else _written(act, written, new)
 
     return bridge.run_with_hooks(one, fwd_hooks=[(hook, put)])
 
 
 def _read(act: Tensor, places: Tensor) -> Tensor:
-    """Each row's activation at a place of its own."""
+    """Return each row's activation at its own position."""
     return act[torch.arange(len(act), device=act.device), places.to(act.device)]
 
 
 def _written(act: Tensor, places: Tensor, new: Tensor) -> Tensor:
-    """An activation with another at a place of each row."""
-    at = torch.arange(act.shape[1], device=act.device) == places.to(act.device)[:, None]
-    return torch.where(at.view(*act.shape[:2], *[1] * (act.ndim - 2)), new.unsqueeze(1), act)
+    """Return the activation with a replacement at each row's own position."""
+    own = torch.arange(act.shape[1], device=act.device) == places.to(act.device)[:, None]
+    own = own.view(*act.shape[:2], *[1] * (act.ndim - 2))
+    return torch.where(own, new.unsqueeze(1), act)
 
 
 @dataclass(frozen=True, repr=False)
 class RotationFit:
-    """A subspace that was fitted, and what the same search finds where there is nothing to be found.
+    """A fitted subspace, with the results of the same search on controls that carry no variable.
 
     Attributes:
-        rotation: the subspace, a basis for `add_basis`.
-        accuracy: the share of held-out pairs whose prediction after the interchange is the wanted one.
-        before: that of the held-out pairs without any interchange.
-        controls: the same number for ``random subspace`` (not fitted), ``shuffled labels`` (fitted and tested with
-            labels that belong to other pairs), and ``random model`` (the model's weights in random order).
-        losses: of each step.
+        rotation: the fitted subspace, a basis for `add_basis`.
+        accuracy: the share of held-out pairs with the expected prediction after the interchange.
+        before: the share of held-out pairs with the expected prediction without any interchange.
+        controls: the same accuracy for ``random subspace`` (not fitted), ``shuffled labels``
+            (fitted and tested with the labels of other pairs), and ``random model`` (the model's
+            weights in random order).
+        losses: the loss of each step.
     """
 
     rotation: Rotation
@@ -149,32 +162,35 @@ def fit_rotation(
     controls: bool = True,
     **model_kwargs: Any,
 ) -> RotationFit:
-    """Learns the subspace of an activation that carries a variable (distributed alignment search, Geiger et al. 2023).
+    """Fit the subspace of an activation that carries a variable (distributed alignment search,
+    Geiger et al. 2023).
 
-    The subspace is turned until a prompt that gets its coordinates from another prompt answers as it would if the
-    variable alone were the other prompt's. The model's parameters are left alone.
+    The subspace is rotated until a prompt that receives another prompt's coordinates is answered as
+    if only the variable had the other prompt's value. The model's parameters do not change.
 
     Args:
         bridge: the bridge, in evaluation mode.
-        base, source: pairs of prompts, ``[batch, pos]``, or what a processor gives.
-        labels: the token that is right after the interchange, behind the last token.
+        base, source: pairs of prompts, ``[batch, pos]``, or a processor's output.
+        labels: the correct next token after the interchange.
         point: the hook point, of ``[batch, pos, d]``.
-        dimension: of the subspace.
-        position, source_position: where coordinates are put, and taken (None: at `position`), among each row's tokens.
-        among: the tokens that an answer is chosen from; None: all.
-        steps, batch_size, lr: of the search, by Adam.
-        held_out: the share of the pairs that the search does not see.
-        seed: of the split, the batches and the beginning.
-        controls: search also where there is nothing to be found: about twice the time.
-        model_kwargs: as for `interchange`, with an entry for each row: they are chosen with their rows.
+        dimension: the dimension of the subspace.
+        position, source_position: the positions among each row's tokens at which coordinates are
+            written, and from which they are read (None: `position`).
+        among: the tokens among which an answer is chosen; None: all.
+        steps, batch_size, lr: settings of the search, by Adam.
+        held_out: the share of the pairs that the search does not use.
+        seed: the seed of the split, the batches and the initialisation.
+        controls: also run the controls, which takes about twice as long.
+        model_kwargs: as for `interchange`, with an entry for each row: entries are selected with
+            their rows.
 
     Returns:
         The subspace, its accuracy on the held-out pairs, and the controls' accuracies.
 
     Raises:
-        ValueError: numbers of rows that do not fit, no pairs to train or to test with, an answer that is not `among`,
-            or training mode.
-        RuntimeError: in inference mode, which makes no gradients.
+        ValueError: numbers of rows that do not match, no pairs for training or testing, an answer
+            that is not `among`, or training mode.
+        RuntimeError: the call is in inference mode, which has no gradients.
 
     Example:
         >>> import torch
@@ -184,8 +200,16 @@ def fit_rotation(
         >>> bridge = TransformerBridge.boot_embedded()
         >>> pairs = embedded_pairs(bridge, "ioi", 16)
         >>> labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
-        >>> fit = fit_rotation(bridge, pairs.clean, pairs.corrupted, labels, "blocks.3.hook_resid_post", dimension=8,
-        ...                    steps=5, controls=False)
+        >>> fit = fit_rotation(
+        ...     bridge,
+        ...     pairs.clean,
+        ...     pairs.corrupted,
+        ...     labels,
+        ...     "blocks.3.hook_resid_post",
+        ...     dimension=8,
+        ...     steps=5,
+        ...     controls=False,
+        ... )
         >>> fit.rotation.columns.shape
         torch.Size([128, 8])
     """
@@ -194,72 +218,76 @@ def fit_rotation(
     refuse_training(bridge)
     generator = torch.Generator().manual_seed(seed)
     train, test = _split(one, other, labels, held_out, generator)
-    search = _Alignment(one, other, labels, point, position, source_position, among, bridge.cfg.d_vocab_out)
-
-    def fitted(model: TransformerBridge, wanted: Tensor) -> tuple[Rotation, list[float], float]:
-        exchange = search.new(model, dimension, torch.Generator().manual_seed(seed))
-        losses = search.train(model, exchange, wanted, train, steps, batch_size, lr, generator)
-        return exchange.rotation, losses, search.accuracy(model, exchange, wanted, test)
-
-    rotation, losses, accuracy = fitted(bridge, search.wanted)
-    measured = {}
-    if controls:
-        untrained = search.new(bridge, dimension, torch.Generator().manual_seed(seed + 1))
-        measured["random subspace"] = search.accuracy(bridge, untrained, search.wanted, test)
-        mixed = search.wanted[torch.randperm(len(labels), generator=generator).to(search.wanted.device)]
-        measured["shuffled labels"] = fitted(bridge, mixed)[2]
-        measured["random model"] = fitted(_with_weights_in_random_order(bridge, generator), search.wanted)[2]
-    return RotationFit(rotation, accuracy, search.accuracy(bridge, None, search.wanted, test), measured, losses)
+    search = _Alignment(
+        one, other, labels, point, position, source_position, among, bridge.cfg.d_vocab_out
+    )
+    training, targets = _Training(steps, batch_size, lr), search.targets
+    fit = _SubspaceFit(search, dimension, (train, test), training, generator, seed)
+    rotation, losses, accuracy = fit.fitted(bridge, targets)
+    measured = fit.controls(bridge) if controls else {}
+    before = search.accuracy(bridge, None, targets, test)
+    return RotationFit(rotation, accuracy, before, measured, losses)
 
 
 def _split(
-    base: Mapping[str, Any], source: Mapping[str, Any], labels: Tensor, held_out: float, generator: torch.Generator
+    base: Mapping[str, Any],
+    source: Mapping[str, Any],
+    labels: Tensor,
+    held_out: float,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Which pairs are trained with, and which tested.
+    """Return the pairs for training, and those for testing.
 
     Raises:
-        ValueError: numbers of rows that do not fit, or no pairs for one of both.
+        ValueError: numbers of rows that do not match, or no pairs for training or testing.
     """
     n, sources = len(base["input_ids"]), len(source["input_ids"])
     if not sources == len(labels) == n:
-        raise ValueError(f"there are {n} base prompts, {sources} source prompts and {len(labels)} labels")
+        raise ValueError(
+            f"there are {n} base prompts, {sources} source prompts and {len(labels)} labels"
+        )
     tested = round(n * held_out)
     if not 0 < tested < n:
-        raise ValueError(f"of {n} pairs {tested} are held out: there must be some to train with, and some to test with")
-    order = torch.randperm(n, generator=generator)
+        raise ValueError(
+            f"of {n} pairs {tested} are held out: there must be some to train with, and some to"
+            " test with"
+        )
+    order = torch.randperm(n, generator=generator, device="cpu")
     return order[tested:], order[:tested]
 
 
 class _Along(nn.Module):
-    """Exchanges what lies in a subspace."""
+    """An exchange of the coordinates in a subspace."""
 
     def __init__(self, rotation: Rotation) -> None:
         super().__init__()
         self.rotation = rotation
 
-    def forward(self, here: Tensor, there: Tensor) -> Tensor:
-        kind = next(self.rotation.parameters()).dtype
-        one, other = here.to(kind), there.to(kind)
-        return (one + self.rotation.decode(self.rotation.encode(other) - self.rotation.encode(one))).to(here.dtype)
+    def forward(self, base: Tensor, source: Tensor) -> Tensor:
+        dtype, encode = next(self.rotation.parameters()).dtype, self.rotation.encode
+        one, other = base.to(dtype), source.to(dtype)
+        change = self.rotation.decode(encode(other) - encode(one))
+        return (one + change).to(base.dtype)
 
 
-#: How steep a mask is at the end of its training: the temperature falls from 1 to this.
+#: The final temperature of a mask's training, which starts from 1.
 _COLDEST = 0.01
 
 
 class CoordinateMask(nn.Module):
-    """Exchanges some coordinates of a basis, which are trained: differential binary masking (De Cao et al. 2020).
+    """A trained mask of exchanged coordinates of a basis: differential binary masking (De Cao et
+    al. 2020).
 
-    In training a coordinate is exchanged by a share, the sigmoid of a number of its own over a temperature that falls;
-    in evaluation, wholly where that number is more than 0.
+    In training a coordinate is exchanged partly, by the sigmoid of its logit over a falling
+    temperature; in evaluation it is exchanged fully if its logit is above 0.
 
     Args:
-        basis: with `encode` and `decode`; None: the activation's own coordinates.
-        size: how many coordinates there are.
+        basis: a basis with `encode` and `decode`; None: the activation's own coordinates.
+        size: the number of coordinates.
 
     Attributes:
-        given: the numbers, ``[coordinate]``.
-        temperature: what they are divided by.
+        given: the logits of the mask, ``[coordinate]``.
+        temperature: the divisor of the logits.
 
     Example:
         >>> import torch
@@ -272,20 +300,22 @@ class CoordinateMask(nn.Module):
 
     def __init__(self, basis: Basis | None, size: int) -> None:
         super().__init__()
-        self._basis = (basis,)  # in a tuple: its parameters are not trained
-        self.given, self.temperature = nn.Parameter(torch.full((size,), 0.1)), 1.0
+        self._basis = (basis,)  # in a tuple, so that its parameters are not registered
+        self.given, self.temperature = nn.Parameter(torch.full((size,), 0.1, device="cpu")), 1.0
 
     @property
     def chosen(self) -> Bool[Tensor, " coordinate"]:
-        """Which coordinates are exchanged."""
+        """Return which coordinates are exchanged."""
         return self.given.detach() > 0
 
-    def forward(self, here: Float[Tensor, "... d"], there: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """An activation with coordinates of another.
+    def forward(
+        self, here: Float[Tensor, "... d"], there: Float[Tensor, "... d"]
+    ) -> Float[Tensor, "... d"]:
+        """Return an activation with some coordinates of another one.
 
         Args:
-            here: the activation.
-            there: the other one.
+            here: the activation of the base.
+            there: the activation of the source.
         """
         (basis,) = self._basis
         old, new = (act if basis is None else dense(basis.encode(act)) for act in (here, there))
@@ -294,12 +324,21 @@ class CoordinateMask(nn.Module):
         return mixed if basis is None else here + basis.decode(mixed) - basis.decode(old)
 
 
-#: Makes of an activation, and that of the source, what takes its place.
+#: Maps an activation and the source's activation to the replacement.
 Exchange = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class _Training:
+    """Settings of a search by Adam; masks use ten times the learning rate."""
+
+    steps: int
+    batch_size: int
+    rate: float
+
+
 class _Alignment:
-    """The pairs of a search, and what is done with them."""
+    """The pairs of a search, with its training and evaluation."""
 
     def __init__(
         self,
@@ -316,45 +355,50 @@ class _Alignment:
         shape, n = base["input_ids"].shape, len(labels)
         for name, value in base.items():
             if not isinstance(value, Tensor | list) or len(value) != n:
-                raise ValueError(f"{name} has no entry for each of the {n} prompts, which are chosen from")
+                raise ValueError(
+                    f"{name} has no entry for each of the {n} prompts, which are chosen from"
+                )
         self.name = point if isinstance(point, str) else point.name
-        self.last, self.places = (places_of(base.get("attention_mask"), at, shape) for at in (-1, position))
-        there = position if source_position is None else source_position
-        self.source_places = places_of(source.get("attention_mask"), there, source["input_ids"].shape)
-        self.wanted = labels
-        if among is None and not bool(((labels >= 0) & (labels < n_answers)).all()):
-            raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, the answers to {n_answers - 1}"
-            )
-        if among is not None:
-            places = (labels[:, None] == among[None].to(labels)).int()
-            if not bool(places.any(1).all()):
-                raise ValueError("a label is not among the answers that are to be chosen from")
-            self.wanted = places.argmax(1)
+        mask = base.get("attention_mask")
+        self.last, self.places = places_of(mask, -1, shape), places_of(mask, position, shape)
+        read_at = position if source_position is None else source_position
+        tokens = source["input_ids"]
+        self.source_places = places_of(source.get("attention_mask"), read_at, tokens.shape)
+        self.targets = _targets(labels, among, n_answers)
         self._sources: dict[TransformerBridge, Tensor] = {}
 
     def source_of(self, bridge: TransformerBridge) -> Float[Tensor, "batch d"]:
-        """The sources' activations."""
+        """Return the sources' activations."""
         if bridge not in self._sources:
-            self._sources[bridge] = self.at(bridge, self.source, self.source_places)
+            self._sources[bridge] = self.activations(bridge, self.source, self.source_places)
         return self._sources[bridge]
 
     @torch.no_grad()
-    def at(self, bridge: TransformerBridge, prompts: dict[str, Any], places: Tensor) -> Float[Tensor, "batch d"]:
-        """The activations of prompts, each at a place of its own."""
+    def activations(
+        self, bridge: TransformerBridge, prompts: dict[str, Any], places: Tensor
+    ) -> Float[Tensor, "batch d"]:
+        """Return the prompts' activations, each at its own position."""
         _, cache = bridge.run_with_cache(prompts, names_filter=self.name)
         (act,) = cache.values()
         if act.ndim != 3:
-            raise ValueError(f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]")
+            raise ValueError(
+                f"{self.name} has the shape {list(act.shape)}; a subspace is of [batch, pos, d]"
+            )
         return _read(act, places)
 
-    def new(self, bridge: TransformerBridge, dimension: int, generator: torch.Generator) -> _Along:
-        """A random subspace."""
-        like = at_least_float32(self.source_of(bridge)[:1])  # half precision knows no orthogonal matrices
+    def new(self, bridge: TransformerBridge, dimension: int, seed: int) -> _Along:
+        """Return a random subspace."""
+        # Half precision is too coarse for orthogonal matrices.
+        like = at_least_float32(self.source_of(bridge)[:1])
+        generator = torch.Generator().manual_seed(seed)
         return _Along(Rotation(like.shape[-1], dimension, generator=generator).to(like))
 
-    def answers(self, bridge: TransformerBridge, exchange: Exchange | None, rows: Tensor) -> Float[Tensor, "rows n"]:
-        """The logits at the last position after the exchange of activations; without one, as they are."""
+    def answers(
+        self, bridge: TransformerBridge, exchange: Exchange | None, rows: Tensor
+    ) -> Float[Tensor, "rows n"]:
+        """Return the logits at the last position after an exchange of activations, or without
+        one.
+        """
         chosen = rows.tolist()
         base: dict[str, Any] = {
             name: [value[row] for row in chosen] if isinstance(value, list) else value[chosen]
@@ -362,11 +406,10 @@ class _Alignment:
         }
         hooks = []
         if exchange is not None:
-            there, places = self.source_of(bridge)[chosen], self.places[chosen]
+            source, places = self.source_of(bridge)[chosen], self.places[chosen]
 
             def put(act: Tensor, hook: HookPoint) -> Tensor:
-                here = _read(act, places)
-                return _written(act, places, exchange(here, there))
+                return _written(act, places, exchange(_read(act, places), source))
 
             hooks = [(self.name, put)]
         logits = _read(bridge.run_with_hooks(base, fwd_hooks=hooks), self.last[chosen])
@@ -376,64 +419,140 @@ class _Alignment:
         self,
         bridge: TransformerBridge,
         exchange: nn.Module,
-        wanted: Tensor,
+        targets: Tensor,
         rows: Tensor,
-        steps: int,
-        batch_size: int,
-        lr: float,
+        training: _Training,
         generator: torch.Generator,
     ) -> list[float]:
-        """Trains how activations are exchanged. Gives the losses."""
-        optimiser = torch.optim.Adam(exchange.parameters(), lr=lr)
+        """Train the exchange of activations, and return the losses."""
+        parameters = list(exchange.parameters())
+        rate = training.rate * (10 if isinstance(exchange, CoordinateMask) else 1)
+        optimiser = torch.optim.Adam(parameters, lr=rate)
         losses = []
-        for step in range(steps):
+        for step in range(training.steps):
             if isinstance(exchange, CoordinateMask):
-                exchange.temperature = _COLDEST ** (step / max(1, steps - 1))
-            some = rows[torch.randperm(len(rows), generator=generator)[:batch_size]]
+                exchange.temperature = _COLDEST ** (step / max(1, training.steps - 1))
+            some = rows[
+                torch.randperm(len(rows), generator=generator, device="cpu")[: training.batch_size]
+            ]
             with torch.enable_grad(), cached():
-                loss = cross_entropy(self.answers(bridge, exchange, some).float(), wanted[some.to(wanted.device)])
-                gradients = torch.autograd.grad(loss, list(exchange.parameters()))
-            for parameter, gradient in zip(exchange.parameters(), gradients, strict=True):
+                logits = self.answers(bridge, exchange, some).float()
+                loss = cross_entropy(logits, targets[some.to(targets.device)])
+                gradients = torch.autograd.grad(loss, parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimiser.step()
             losses.append(loss.item())
         return losses
 
     @torch.no_grad()
-    def accuracy(self, bridge: TransformerBridge, exchange: Exchange | None, wanted: Tensor, rows: Tensor) -> float:
-        """The share of pairs that answer as wanted."""
-        found = self.answers(bridge, exchange, rows).argmax(-1)
-        return float((found == wanted[rows.to(wanted.device)]).float().mean())
+    def accuracy(
+        self, bridge: TransformerBridge, exchange: Exchange | None, targets: Tensor, rows: Tensor
+    ) -> float:
+        """Return the share of pairs with the expected answer."""
+        answers = self.answers(bridge, exchange, rows).argmax(-1)
+        return float((answers == targets[rows.to(targets.device)]).float().mean())
+
+
+def _targets(labels: Tensor, among: Tensor | None, n_answers: int) -> Tensor:
+    """Return the index of each label among the answers.
+
+    Raises:
+        ValueError: a label is not an answer.
+    """
+    if among is None:
+        if not bool(((labels >= 0) & (labels < n_answers)).all()):
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, the answers to"
+                f" {n_answers - 1}"
+            )
+        return labels
+    equal = (labels[:, None] == among[None].to(labels)).int()
+    if not bool(equal.any(1).all()):
+        raise ValueError("a label is not among the answers that are to be chosen from")
+    return equal.argmax(1)
+
+
+@dataclass(frozen=True)
+class _SubspaceFit:
+    """A search for a subspace, which is repeated for the controls.
+
+    Attributes:
+        search: the pairs.
+        dimension: the dimension of the subspace.
+        rows: the pairs for training, and those for testing.
+        training: the settings.
+        generator: draws batches, shuffled labels and weights, in turn.
+        seed: the seed of the initial subspace.
+    """
+
+    search: _Alignment
+    dimension: int
+    rows: tuple[Tensor, Tensor]
+    training: _Training
+    generator: torch.Generator
+    seed: int
+
+    def fitted(
+        self, bridge: TransformerBridge, targets: Tensor
+    ) -> tuple[Rotation, list[float], float]:
+        """Return a fitted subspace, the losses, and the accuracy."""
+        train, test = self.rows
+        exchange = self.search.new(bridge, self.dimension, self.seed)
+        losses = self.search.train(bridge, exchange, targets, train, self.training, self.generator)
+        return exchange.rotation, losses, self.search.accuracy(bridge, exchange, targets, test)
+
+    def controls(self, bridge: TransformerBridge) -> dict[str, float]:
+        """Return the accuracy of each control."""
+        targets, (_, test) = self.search.targets, self.rows
+        untrained = self.search.new(bridge, self.dimension, self.seed + 1)
+        random_subspace = self.search.accuracy(bridge, untrained, targets, test)
+        order = torch.randperm(len(targets), generator=self.generator, device="cpu")
+        *_, shuffled_labels = self.fitted(bridge, targets[order.to(targets.device)])
+        random_model = _with_weights_in_random_order(bridge, self.generator)
+        *_, of_random_model = self.fitted(random_model, targets)
+        return {
+            "random subspace": random_subspace,
+            "shuffled labels": shuffled_labels,
+            "random model": of_random_model,
+        }
 
 
 @torch.no_grad()
-def _with_weights_in_random_order(bridge: TransformerBridge, generator: torch.Generator) -> TransformerBridge:
-    """A copy whose every parameter has its numbers in random order: a model of the same scales that knows nothing."""
+def _with_weights_in_random_order(
+    bridge: TransformerBridge, generator: torch.Generator
+) -> TransformerBridge:
+    """Return a copy with the entries of each parameter shuffled: a model with weights of the same
+    scale but without knowledge.
+    """
     other = copy.deepcopy(bridge)
     for parameter in other.original_model.parameters():
-        order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+        order = torch.randperm(parameter.numel(), generator=generator, device="cpu").to(
+            parameter.device
+        )
         parameter.copy_(parameter.flatten()[order].view_as(parameter))
     return other
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where a variable is: how well exchanges by several methods work, over layers and positions.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Localisation of a variable: the accuracy of exchanges by several methods, over layers and
+# positions.
+# --------------------------------------------------------------------------------------------------
 
 
-#: By which methods activations are exchanged.
+#: The methods of exchanging activations.
 EXCHANGES = ("full", "coordinates", "components", "subspace", "features")
 
 
 @dataclass(frozen=True, repr=False)
 class InterchangeTable:
-    """How often answers are the wanted ones after an exchange, by methods, hook points and positions.
+    """The accuracy after an exchange, by method, hook point and position.
 
     Attributes:
-        methods, points, positions: what was exchanged how, and where.
-        accuracy: the share of held-out pairs, ``[method, point, position]``.
-        sizes: how many coordinates were exchanged, likewise.
-        before: the share without any exchange.
+        methods, points, positions: the methods, hook points and positions of the exchanges.
+        accuracy: the accuracy on held-out pairs, ``[method, point, position]``.
+        sizes: the number of exchanged coordinates, in the same shape.
+        before: the accuracy without any exchange.
     """
 
     methods: tuple[str, ...]
@@ -444,40 +563,48 @@ class InterchangeTable:
     before: float
 
     def __repr__(self) -> str:
-        largest = self.accuracy.amax((1, 2)).tolist()
-        best = ", ".join(f"{name} {value:.2f}" for name, value in zip(self.methods, largest, strict=True))
+        largest = zip(self.methods, self.accuracy.amax((1, 2)).tolist(), strict=True)
+        best = ", ".join(f"{name} {value:.2f}" for name, value in largest)
         return f"InterchangeTable(best: {best}; without {self.before:.2f})"
 
     def best(self, method: str) -> tuple[str, int, float]:
-        """Where a method works best: the hook point, the position and the accuracy.
+        """Return where a method works best: the hook point, the position and the accuracy.
 
         Args:
-            method: one of the table's.
+            method: one of the table's methods.
 
         Raises:
-            ValueError: another one.
+            ValueError: an unknown method.
         """
         check_choice("method", method, self.methods)
         table = self.accuracy[self.methods.index(method)]
         row, column = divmod(int(table.argmax()), table.shape[1])
         return self.points[row], self.positions[column], float(table[row, column])
 
+    #: The function of `bridge.pictures` that draws it.
+    picture: ClassVar[str] = "heat_map"
+
     def draw(self, **options: Any) -> Any:
-        """A picture of the table, by `bridge.pictures.heat_map`: a panel for each method.
+        """Draw the table with `bridge.pictures.heat_map`: a panel for each method.
 
         Args:
-            options: as `bridge.pictures.heat_map` takes them.
+            options: options of `bridge.pictures.heat_map`.
 
         Raises:
-            ImportError: what pictures need is not installed.
+            ImportError: the dependencies of pictures are not installed.
         """
         rows = [name.removeprefix("blocks.").replace(".hook_", ".") for name in self.points]
-        given = {
-            "rows": rows, "columns": [str(position) for position in self.positions], "panels": list(self.methods),
-            "row_title": "hook point", "column_title": "position", "measure": "accuracy",
+        defaults = {
+            "rows": rows,
+            "columns": [str(position) for position in self.positions],
+            "panels": list(self.methods),
+            "row_title": "hook point",
+            "column_title": "position",
+            "measure": "accuracy",
             "title": "Interchange accuracy",
-        }  # fmt: skip
-        return importlib.import_module("bridge.pictures").heat_map(self.accuracy, **(given | options))
+        }
+        pictures = importlib.import_module("bridge.pictures")
+        return pictures.heat_map(self.accuracy, **(defaults | options))
 
 
 @refuse_wrong_types
@@ -500,28 +627,33 @@ def interchange_table(
     seed: int = 0,
     **model_kwargs: Any,
 ) -> InterchangeTable:
-    """Where a variable stands, and in what: how often answers are as wanted after exchanges, over points and positions.
+    """Measure where a variable is represented, and in what form: the accuracy after exchanges, by
+    point and position.
 
-    The methods are those of the causal variables of the Mechanistic Interpretability Benchmark (Mueller et al. 2025):
+    The methods are those of the causal variables of the Mechanistic Interpretability Benchmark
+    (Mueller et al. 2025):
 
-    - ``"full"``: the whole activation is exchanged.
+    - ``"full"``: the entire activation is exchanged.
     - ``"coordinates"``: some of its own coordinates, by a trained mask (DBM).
-    - ``"components"``: some of its principal components, of base and source prompts, by a trained mask.
+    - ``"components"``: some of its principal components, of base and source prompts, by a trained
+      mask.
     - ``"features"``: some features of a basis, such as an SAE's, by a trained mask.
     - ``"subspace"``: a trained subspace (DAS, `fit_rotation`).
 
     Args:
-        bridge, base, source, labels, among, batch_size, held_out, seed, model_kwargs: as for `fit_rotation`.
+        bridge, base, source, labels, among, batch_size, held_out, seed, model_kwargs: as for
+            `fit_rotation`.
         points: hook points of ``[batch, pos, d]``.
-        positions: among each row's tokens; activations are taken and put at the same.
-        methods: some of those above.
-        dimension: of the subspace.
+        positions: positions among each row's tokens; activations are read and written at the same
+            position.
+        methods: some of the methods above.
+        dimension: the dimension of the subspace.
         features: for ``"features"``: the basis at each of the points.
-        steps, lr: of each search, by Adam; masks learn ten times as fast.
+        steps, lr: settings of each search, by Adam; masks use ten times the learning rate.
 
     Raises:
         ValueError: as `fit_rotation`; no point, position or method; a point without its basis.
-        RuntimeError: as `fit_rotation`, where something is trained.
+        RuntimeError: as `fit_rotation`, if something is trained.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -531,74 +663,117 @@ def interchange_table(
         >>> pairs = embedded_pairs(bridge, "ioi", 16)
         >>> labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
         >>> points = [f"blocks.{layer}.hook_resid_post" for layer in (0, 3)]
-        >>> table = interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("full",))
+        >>> table = interchange_table(
+        ...     bridge, pairs.clean, pairs.corrupted, labels, points, methods=("full",)
+        ... )
         >>> table.best("full")
         ('blocks.3.hook_resid_post', -1, 1.0)
         >>> table.draw()
         Picture('Interchange accuracy')
     """
     refuse_training(bridge)
+    _check_axes(methods, points, positions, features or {})
+    check_positive("dimension", dimension)
+    check_positive("steps", steps)
+    check_positive("batch_size", batch_size)
+    one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
+    train, test = _split(one, other, labels, held_out, torch.Generator().manual_seed(seed))
+    exchanges = _Exchanges(bridge, (train, test), _Training(steps, batch_size, lr), dimension, seed)
+    accuracy = torch.zeros(len(methods), len(points), len(positions), device="cpu")
+    sizes, before = torch.zeros(accuracy.shape, dtype=torch.long, device="cpu"), 0.0
+    n_answers = bridge.cfg.d_vocab_out
+    for column, position in enumerate(positions):
+        for row, point in enumerate(points):
+            search = _Alignment(one, other, labels, point, position, None, among, n_answers)
+            before = search.accuracy(bridge, None, search.targets, test)
+            for panel, method in enumerate(methods):
+                cell, basis = (panel, row, column), (features or {}).get(point)
+                accuracy[cell], sizes[cell] = exchanges.measure(search, method, basis)
+    axes = tuple(methods), tuple(points), tuple(positions)
+    return InterchangeTable(*axes, accuracy, sizes, before)
+
+
+def _check_axes(
+    methods: Sequence[str],
+    points: Sequence[str],
+    positions: Sequence[int],
+    features: Mapping[str, Basis],
+) -> None:
+    """Raise an error for axes that a table cannot have.
+
+    Raises:
+        ValueError: an empty axis, an unknown method, or a point without its basis.
+        RuntimeError: the call is in inference mode, and something is trained.
+    """
     if not points or not positions or not methods:
         raise ValueError("a table needs a point, a position and a method, or more")
     for method in methods:
         check_choice("method", method, EXCHANGES)
     if set(methods) != {"full"}:
         refuse_inference_mode("interchange_table")
-    check_positive("dimension", dimension)
-    check_positive("steps", steps)
-    check_positive("batch_size", batch_size)
-    if "features" in methods and (without := sorted(set(points) - set(features or ()))):
+    without = sorted(set(points) - set(features))
+    if "features" in methods and without:
         raise ValueError(f"there are no features for {without[0]}: give the basis at each point")
-    one, other = (prompts_with(bridge, each, model_kwargs) for each in (base, source))
-    train, test = _split(one, other, labels, held_out, torch.Generator().manual_seed(seed))
-    accuracy = torch.zeros(len(methods), len(points), len(positions))
-    sizes, before = torch.zeros(accuracy.shape, dtype=torch.long), 0.0
-    for column, position in enumerate(positions):
-        for row, point in enumerate(points):
-            search = _Alignment(one, other, labels, point, position, None, among, bridge.cfg.d_vocab_out)
-            before = search.accuracy(bridge, None, search.wanted, test)
-            for at, method in enumerate(methods):
-                generator = torch.Generator().manual_seed(seed)
-                basis = None if features is None or method != "features" else features[point]
-                exchange = None
-                if method != "full":
-                    exchange = _exchange(search, bridge, method, dimension, basis, train, seed)
-                    rate = 10 * lr if isinstance(exchange, CoordinateMask) else lr
-                    search.train(bridge, exchange, search.wanted, train, steps, batch_size, rate, generator)
-                    exchange.eval()
-                everything = lambda here, there: there
-                accuracy[at, row, column] = search.accuracy(bridge, exchange or everything, search.wanted, test)
-                sizes[at, row, column] = _size(exchange, search.source_of(bridge).shape[-1])
-    return InterchangeTable(tuple(methods), tuple(points), tuple(positions), accuracy, sizes, before)
 
 
-def _exchange(
-    search: _Alignment,
-    bridge: TransformerBridge,
-    method: str,
-    dimension: int,
-    basis: Basis | None,
-    train: Tensor,
-    seed: int,
-) -> nn.Module:
-    """How activations are exchanged, before it is trained."""
-    there = search.source_of(bridge)
-    if method == "subspace":
-        return search.new(bridge, dimension, torch.Generator().manual_seed(seed))
-    size = there.shape[-1]
-    if method == "components":
-        acts = torch.cat([search.at(bridge, search.base, search.places)[train], there[train]]).float()
-        found = torch.linalg.svd(acts - acts.mean(0), full_matrices=False)
-        known = found.S[0] * 1e-5 < found.S
-        basis, size = Directions(found.Vh[known].T.contiguous(), orthonormal=True).to(there), int(known.sum())
-    elif method == "features":
-        assert basis is not None
-        size = basis.encode(there[:1]).shape[-1]
-    return CoordinateMask(basis, size).to(there.device)
+def _everything(base: Tensor, source: Tensor) -> Tensor:
+    """Exchange all coordinates."""
+    return source
 
 
-def _size(exchange: nn.Module | None, width: int) -> int:
-    """How many coordinates it exchanges; None: all."""
-    if isinstance(exchange, _Along):
-        return exchange.rotation.columns.shape[1]
-    return int(exchange.chosen.sum()) if isinstance(exchange, CoordinateMask) else width
+@dataclass(frozen=True)
+class _Exchanges:
+    """The exchanges of a table.
+
+    Attributes:
+        bridge: the bridge.
+        rows: the pairs for training, and those for testing.
+        training: the settings.
+        dimension: the dimension of a subspace.
+        seed: the seed of each search.
+    """
+
+    bridge: TransformerBridge
+    rows: tuple[Tensor, Tensor]
+    training: _Training
+    dimension: int
+    seed: int
+
+    def measure(self, search: _Alignment, method: str, basis: Basis | None) -> tuple[float, int]:
+        """Return the accuracy of a method, and how many coordinates it exchanges."""
+        train, test = self.rows
+        bridge, targets = self.bridge, search.targets
+        exchange = self._untrained(search, method, basis)
+        if exchange is None:
+            width = search.source_of(bridge).shape[-1]
+            return search.accuracy(bridge, _everything, targets, test), width
+        generator = torch.Generator().manual_seed(self.seed)
+        search.train(bridge, exchange, targets, train, self.training, generator)
+        accuracy = search.accuracy(bridge, exchange.eval(), targets, test)
+        if isinstance(exchange, _Along):
+            return accuracy, exchange.rotation.columns.shape[1]
+        return accuracy, int(exchange.chosen.sum())
+
+    def _untrained(
+        self, search: _Alignment, method: str, basis: Basis | None
+    ) -> _Along | CoordinateMask | None:
+        """Return an untrained exchange of activations for a method; None for all coordinates."""
+        if method == "full":
+            return None
+        if method == "subspace":
+            return search.new(self.bridge, self.dimension, self.seed)
+        source = search.source_of(self.bridge)
+        size = source.shape[-1]
+        if method == "coordinates":
+            basis = None
+        elif method == "components":
+            train, _ = self.rows
+            base = search.activations(self.bridge, search.base, search.places)
+            acts = torch.cat([base[train], source[train]]).float()
+            svd = torch.linalg.svd(acts - acts.mean(0), full_matrices=False)
+            columns = svd.Vh[svd.S[0] * 1e-5 < svd.S].T.contiguous()
+            basis, size = Directions(columns, orthonormal=True).to(source), columns.shape[1]
+        else:
+            assert basis is not None
+            size = basis.encode(source[:1]).shape[-1]
+        return CoordinateMask(basis, size).to(source.device)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -30,47 +30,58 @@ from bridge.harvest.shards import Folder, ShardRecord, ShardWriter, write_shard
 
 #: Called with each whole shard's record and the seconds that it took in the model.
 Done = Callable[[ShardRecord, float], None]
+#: Called for each batch that is written, with its shard, its tokens, and the seconds that it took
+#: in the model.
+Ran = Callable[[ShardInput, int, float], None]
 _AHEAD = 2  # record batches that wait to be written, at most
 
 
 def do_in_background(steps: Iterable[Callable[[], object]]) -> None:
-    """Does steps in a thread, in their order, while further ones are made; nothing more after an error.
+    """Run steps in a thread, in order, while the next ones are created; stop after an error.
 
     Args:
-        steps: what to do. The next one is made when no more than a few are waiting.
+        steps: the functions to call. The next one is requested when only a few are waiting.
 
     Raises:
-        BaseException: what a step raised; those that have not begun are left undone.
+        BaseException: the error of a step; later steps are not run.
     """
-    pool, waiting = ThreadPoolExecutor(1, thread_name_prefix="harvest-writer"), deque[Future[None]]()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="harvest-writer")
+    waiting = deque[Future[None]]()
     try:
         for step in steps:
-            waiting.append(pool.submit(_behind, waiting[-1] if waiting else None, step))
+            before = waiting[-1] if waiting else None
+            waiting.append(pool.submit(_run_after, before, step))
             if len(waiting) > _AHEAD:
                 waiting.popleft().result()
-        for left in waiting:
-            left.result()
+        for step_result in waiting:
+            step_result.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _behind(before: Future[None] | None, step: Callable[[], object]) -> None:
+def _run_after(before: Future[None] | None, step: Callable[[], object]) -> None:
     if before is not None:
         before.result()  # which raises what went wrong there
     step()
 
 
 def run_local(
-    maker: RowMaker, folder: Folder, file_format: FileFormat, shards: Iterable[ShardInput], done: Done
+    maker: RowMaker,
+    folder: Folder,
+    file_format: FileFormat,
+    shards: Iterable[ShardInput],
+    done: Done,
+    ran: Ran,
 ) -> None:
-    """Makes shards in this process.
+    """Write shards in this process.
 
     Args:
         maker: makes the rows.
-        folder: where they go.
+        folder: the folder for the shards.
         file_format: ``"arrow"`` or ``"parquet"``.
-        shards: what to make them from.
-        done: called for each.
+        shards: the inputs of each shard.
+        done: called after each shard.
+        ran: called after each batch.
     """
     open_writers: list[ShardWriter] = []
 
@@ -79,27 +90,35 @@ def run_local(
         open_writers.remove(writer)
         done(record, seconds)
 
+    def write(writer: ShardWriter, batch: Any, shard: ShardInput, *spent: Any) -> None:
+        writer.write(batch)
+        ran(shard, *spent)
+
     def steps() -> Generator[Callable[[], object], None, None]:
         spent = maker.model_seconds
         for shard in shards:
             writer = ShardWriter(folder, shard, file_format)
             open_writers.append(writer)
+            tokens, seconds = 0, maker.model_seconds
             for batch in maker.batches(shard):
-                yield partial(writer.write, batch)
-            seconds, spent = maker.model_seconds - spent, maker.model_seconds
-            yield partial(finish, writer, seconds, maker.batch_size)
+                of_batch = maker.tokens_run - tokens, maker.model_seconds - seconds
+                tokens, seconds = maker.tokens_run, maker.model_seconds
+                yield partial(write, writer, batch, shard, *of_batch)
+            yield partial(finish, writer, maker.model_seconds - spent, maker.batch_size)
+            spent = maker.model_seconds
 
     try:
-        with closing(steps()) as made:  # which the traceback of an error would hold
-            do_in_background(made)
+        # Closed, for the traceback of an error would keep the generator alive.
+        with closing(steps()) as generator:
+            do_in_background(generator)
     finally:
         for writer in open_writers:
             writer.abandon()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine of many processes or machines: Ray Data hands out shards to a pool of actors.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -107,9 +126,10 @@ class WorkerPool:
     """The workers.
 
     Attributes:
-        workers: how many.
-        cpus, gpus: of each (a part of a GPU is possible).
-        address: of a Ray cluster; None: one on this machine, unless this process has one already.
+        workers: the number of workers.
+        cpus, gpus: the number per worker (a fraction of a GPU is possible).
+        address: the address of a Ray cluster; None: a cluster on this machine, unless this process
+            is already connected to one.
     """
 
     workers: int
@@ -118,22 +138,29 @@ class WorkerPool:
     address: str | None
 
 
-class ShardWorker:
-    """An actor: it loads the model once, makes the shards it is given, and puts them in the folder itself.
+class _ShardWorker:
+    """An actor that loads the model once, and writes shards into the folder.
 
     Args:
-        model: where the model comes from; a bridge comes through Ray's object store.
-        bridge_ref: that, or None.
+        model: the origin of the model; a bridge is passed through Ray's object store.
+        bridge_ref: the bridge in the object store, or None.
         options, batch_size: as for `RowMaker`.
-        folder: where shards go; every worker has to see it under this path.
+        folder: the folder for the shards, which every worker must be able to access under this
+            path.
         weights: the fingerprint that the model must have.
-        threads: for torch.
+        threads: the number of threads for torch.
     """
 
     def __init__(
-        self, model: ModelSource, bridge_ref: list[Any], options: bytes, batch_size: int, folder: str, weights: str,
+        self,
+        model: ModelSource,
+        bridge_ref: list[Any],
+        options: bytes,
+        batch_size: int,
+        folder: str,
+        weights: str,
         threads: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         torch.set_num_threads(threads)
         if bridge_ref:
             ray = importlib.import_module("ray")
@@ -142,52 +169,58 @@ class ShardWorker:
             bridge = model.load()
         if of_module(bridge.original_model) != weights:
             raise HarvestError(
-                f"the model {model.name!r} that a worker loaded has other weights than the one this call began with"
+                f"the model {model.name!r} that a worker loaded has other weights than the one this"
+                " call began with"
             )
         self.options: HarvestOptions = pickle.loads(options)
         self.maker = RowMaker(bridge, self.options, batch_size)
         self.folder = Folder(folder)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Makes the shards of a batch of rows, and returns their records, or the error that we have to say.
+        """Write a shard; return its record, or the error.
 
         Args:
-            rows: ``shard``: what each shard is made from, as bytes.
+            rows: ``shard``: the shard's inputs, as bytes.
         """
-        records, seconds, errors = [], [], []
-        for data in rows["shard"]:
-            shard: ShardInput = pickle.loads(data)
-            before = self.maker.model_seconds
-            record, error = "", b""
-            try:
-                made = self.maker.batches(shard)
-                whole = write_shard(self.folder, shard, self.options.format, made, lambda: self.maker.batch_size)
-                record = json.dumps(asdict(whole))
-            except (HarvestError, WriteError) as problem:
-                error = pickle.dumps(problem)  # Ray would wrap it up
-            records.append(record)
-            errors.append(error)
-            seconds.append(self.maker.model_seconds - before)
-        return {"record": records, "seconds": np.array(seconds), "error": np.array(errors, dtype=object)}
+        (data,) = rows["shard"]
+        shard: ShardInput = pickle.loads(data)
+        before = self.maker.model_seconds
+        record, error = "", b""
+        try:
+            batches = self.maker.batches(shard)
+            size = lambda: self.maker.batch_size
+            written = write_shard(self.folder, shard, self.options.format, batches, size)
+            record = json.dumps(asdict(written))
+        except (HarvestError, WriteError) as problem:
+            error = pickle.dumps(problem)  # Ray would wrap it up
+        return {
+            "record": [record],
+            "seconds": np.array([self.maker.model_seconds - before]),
+            "error": np.array([error], dtype=object),
+        }
 
 
 def _feed(
-    queue: Any, full: type[Exception], shards: Iterable[ShardInput], stopped: threading.Event, fed: Future[set[int]]
+    queue: Any,
+    full: type[Exception],
+    shards: Iterable[ShardInput],
+    stopped: threading.Event,
+    fed: Future[set[int]],
 ) -> None:
-    """Puts what shards are made from into a queue, as fast as it is emptied.
+    """Put the inputs of shards into a queue as soon as it has space.
 
     Args:
-        queue, full: Ray's, and its error where there is no room.
-        shards: what is put there.
-        stopped: nobody takes them any more.
-        fed: is told at the end which shards these were, or what went wrong.
+        queue, full: Ray's queue, and the error that it raises when it is full.
+        shards: the inputs of the shards.
+        stopped: set when the queue is no longer read.
+        fed: receives the numbers of these shards at the end, or the error.
     """
-    given: set[int] = set()
+    indices: set[int] = set()
     try:
         for shard in takewhile(lambda _: not stopped.is_set(), shards):
-            given.add(shard.index)
+            indices.add(shard.index)
             _put(queue, full, pickle.dumps(shard), stopped)
-        fed.set_result(given)
+        fed.set_result(indices)
     except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits for us
         fed.set_exception(error)
     _put(queue, full, None, stopped)
@@ -200,7 +233,7 @@ def _put(queue: Any, full: type[Exception], item: bytes | None, stopped: threadi
 
 
 def installed() -> Any:
-    """The package `ray`.
+    """Return the package `ray`.
 
     Raises:
         HarvestError: it is not installed.
@@ -219,18 +252,20 @@ def run_ray(
     weights: str,
     shards: Iterable[ShardInput],
     done: Done,
+    ran: Ran,
 ) -> None:
-    """Makes shards on a pool of Ray actors.
+    """Write shards on a pool of Ray actors.
 
     Args:
         pool: the workers.
-        model, options, batch_size, weights: as for `ShardWorker`.
-        folder: where shards go.
-        shards: what to make them from; it is read in this process.
+        model, options, batch_size, weights: as for `_ShardWorker`.
+        folder: the folder for the shards.
+        shards: the inputs of each shard, read in this process.
         done: called for each shard.
+        ran: not called: an actor reports whole shards.
 
     Raises:
-        HarvestError: there is too little to run on, or a shard was lost with a worker.
+        HarvestError: the cluster has too few resources, or a shard was lost with a worker.
     """
     ray = installed()
     started = not ray.is_initialized()
@@ -242,65 +277,57 @@ def run_ray(
         ray.init(address=pool.address, log_to_driver=False, logging_level=logging.WARNING, **local)
     try:
         _check_resources(ray, pool)
-        _run(ray, model, options, batch_size, folder, weights, shards, pool, done)
+        refs: list[Any] = []
+        if model.bridge is not None:  # it goes through Ray's object store
+            refs = [ray.put(model.bridge)]
+            model = ModelSource(None, "a bridge", None, None)
+        threads = max(1, int(pool.cpus))
+        # The user's functions by value.
+        pickled = importlib.import_module("ray.cloudpickle").dumps(options)
+        arguments = model, refs, bytes(pickled), batch_size, folder.address, weights, threads
+        _run(pool, arguments, shards, done)
     finally:
         if started:
             ray.shutdown()
 
 
 def _check_resources(ray: Any, pool: WorkerPool) -> None:
-    there = ray.cluster_resources()
-    for kind, each in (("CPU", pool.cpus), ("GPU", pool.gpus)):
-        if each * pool.workers > there.get(kind, 0):
+    resources = ray.cluster_resources()
+    for kind, amount in (("CPU", pool.cpus), ("GPU", pool.gpus)):
+        needed, available = amount * pool.workers, resources.get(kind, 0)
+        if needed > available:
             raise HarvestError(
-                f"{pool.workers} workers with {each:g} {kind} each need {each * pool.workers:g}; "
-                f"the Ray cluster has {there.get(kind, 0):g}"
+                f"{pool.workers} workers with {amount:g} {kind} each need {needed:g}; "
+                f"the Ray cluster has {available:g}"
             )
 
 
 def _run(
-    ray: Any, model: ModelSource, options: HarvestOptions, batch_size: int, folder: Folder, weights: str,
-    shards: Iterable[ShardInput], pool: WorkerPool, done: Done,
-) -> None:  # fmt: skip
-    queues, data = importlib.import_module("ray.util.queue"), importlib.import_module("ray.data")
+    pool: WorkerPool, arguments: tuple[Any, ...], shards: Iterable[ShardInput], done: Done
+) -> None:
+    """Feed shards to actors, and collect their records.
+
+    Args:
+        arguments: the arguments of `_ShardWorker`.
+        pool, shards, done: as for `run_ray`.
+    """
+    queues = importlib.import_module("ray.util.queue")
+    data = importlib.import_module("ray.data")
     queue = queues.Queue(maxsize=2 * pool.workers)
     stopped, fed = threading.Event(), Future[set[int]]()
-    refs = [] if model.bridge is None else [ray.put(model.bridge)]
-    spec = model if model.bridge is None else ModelSource(None, "a bridge", None, None)
-
-    def pull(_: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        while (item := queue.get()) is not None:
-            yield {"shard": np.array([item], dtype=object)}
-
-    context = data.DataContext.get_current()
-    before = context.target_max_block_size, context.enable_progress_bars
-    # A block for each shard: nothing waits for others to fill a block with.
-    context.target_max_block_size, context.enable_progress_bars = 1, False
     feeding = queue, queues.Full, shards, stopped, fed
     threading.Thread(target=_feed, args=feeding, name="harvest-feeder", daemon=True).start()
+    received = set()
     try:
-        handed = data.from_items([0]).map_batches(pull, batch_size=1, num_cpus=0)
-        made = handed.map_batches(
-            ShardWorker,
-            batch_size=1,
-            compute=data.ActorPoolStrategy(min_size=1, max_size=pool.workers, initial_size=pool.workers),
-            num_cpus=pool.cpus,
-            num_gpus=pool.gpus,
-            fn_constructor_args=(
-                spec, refs, pickle_options(options), batch_size, folder.address, weights,
-                max(1, int(pool.cpus)),
-            ),
-        )  # fmt: skip
-        received = set()
-        for row in made.iter_rows():
-            if row["error"]:
-                raise pickle.loads(row["error"])
-            record = ShardRecord(**json.loads(row["record"]))
-            received.add(record.index)
-            done(record, float(row["seconds"]))
+        with _one_block_each(data):
+            for row in _results(data, queue, pool, arguments).iter_rows():
+                if row["error"]:
+                    raise pickle.loads(row["error"])
+                record = ShardRecord(**json.loads(row["record"]))
+                received.add(record.index)
+                done(record, float(row["seconds"]))
     finally:
         stopped.set()
-        context.target_max_block_size, context.enable_progress_bars = before
     try:
         lost = sorted(fed.result() - received)
     finally:
@@ -309,6 +336,39 @@ def _run(
         raise HarvestError(f"shards {lost} were lost with a worker; the same call makes them")
 
 
-def pickle_options(options: HarvestOptions) -> bytes:
-    """Options as bytes, the user's functions by value."""
-    return bytes(importlib.import_module("ray.cloudpickle").dumps(options))
+def _results(data: Any, queue: Any, pool: WorkerPool, arguments: tuple[Any, ...]) -> Any:
+    """Return a Ray data set that makes the shards of a queue: a row for each, lazily.
+
+    Args:
+        data: the module `ray.data`.
+        queue: the inputs of shards, as bytes; None ends them.
+        pool, arguments: as for `_run`.
+    """
+
+    def pull(_: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        while (item := queue.get()) is not None:
+            yield {"shard": np.array([item], dtype=object)}
+
+    n = pool.workers
+    inputs = data.from_items([0]).map_batches(pull, batch_size=1, num_cpus=0)
+    return inputs.map_batches(
+        _ShardWorker,
+        batch_size=1,
+        compute=data.ActorPoolStrategy(min_size=1, max_size=n, initial_size=n),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
+        fn_constructor_args=arguments,
+    )
+
+
+@contextmanager
+def _one_block_each(data: Any) -> Iterator[None]:
+    """Make Ray Data use one block per shard, so that no shard waits for others, and hide its
+    progress bars."""
+    context = data.DataContext.get_current()
+    before = context.target_max_block_size, context.enable_progress_bars
+    context.target_max_block_size, context.enable_progress_bars = 1, False
+    try:
+        yield
+    finally:
+        context.target_max_block_size, context.enable_progress_bars = before

@@ -8,6 +8,7 @@ import json
 import os
 import types
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +22,41 @@ from adapters.views.basis import InBasis
 from bridge.bases.bases import modules_of
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import adapters_at_work
 from bridge.interventions import Operation
+from bridge.modules import adapters_at_work
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a harvest refuses, and what stops one.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class HarvestError(ValueError):
-    """A harvest cannot be made, continued, or read as asked."""
+    """An error for a harvest that cannot be made, continued, or read as requested."""
 
 
 class MixError(HarvestError):
-    """A folder holds a harvest of another model, tokenizer, source or option.
+    """An error for a folder that holds a harvest of another model, tokenizer, source or option.
 
     Attributes:
-        differences: what differs: its name, what the folder has, what was given.
+        differences: each difference: its name, the folder's value, and the given value.
     """
 
     def __init__(self, folder: str, differences: list[tuple[str, object, object]]) -> None:
         self.differences = differences
-        said = "; ".join(f"{name}: it has {old!r}, given was {new!r}" for name, old, new in differences)
+        listed = [f"{name}: it has {old!r}, given was {new!r}" for name, old, new in differences]
         super().__init__(
-            f"{folder} holds a harvest that this one cannot continue ({said}). "
+            f"{folder} holds a harvest that this one cannot continue ({'; '.join(listed)}). "
             "Give the same, or another folder for `out`."
         )
 
 
 class WriteError(OSError):
-    """A shard could not be written: the disk is full, say. The whole shards stand."""
+    """An error for a shard that could not be written, for example because the disk is full.
+    Complete shards are kept."""
 
 
 def digest(*parts: str | bytes) -> str:
-    """The XXH3 hash (128 bits, xxhash) of parts, each told from the next.
+    """Return the XXH3 hash (128 bits, xxhash) of parts; their boundaries count.
 
     Args:
         parts: text or bytes.
@@ -73,15 +75,17 @@ def digest(*parts: str | bytes) -> str:
 
 
 def add_tensor(total: xxhash.xxh3_128, tensor: Tensor) -> None:
-    """Takes a tensor's type, shape and bytes into a hash."""
+    """Add a tensor's dtype, shape and bytes to a hash."""
     total.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
     if tensor.numel() and tensor.device.type != "meta":
         flat = tensor.detach().contiguous().reshape(-1).cpu()
-        total.update(np.ascontiguousarray(flat.view(torch.uint8).numpy()).data)
+        values = flat.view(torch.uint8).numpy()
+        total.update(np.ascontiguousarray(values).data)
 
 
 def of_module(module: nn.Module) -> str:
-    """The hash of a module's parameters and buffers, with their names. Those that are spread are put together.
+    """Return the hash of a module's parameters and buffers, with their names, and of the numbers
+    that it and its parts hold besides, such as an epsilon. Sharded tensors are gathered.
 
     Args:
         module: the module.
@@ -90,12 +94,31 @@ def of_module(module: nn.Module) -> str:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         total.update(name.encode())
         add_tensor(total, whole(tensor))
+    for path, part in module.named_modules():
+        for name, value in part.__dict__.items():
+            if type(value) is float and not name.startswith("_"):
+                total.update(f"{path}.{name} {value!r};".encode())
     return total.hexdigest()
 
 
+#: Packages whose own hooks on a model are told by its class and its weights.
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bridge", "adapters")
+
+
+def _torch_hooks(model: nn.Module) -> list[str]:
+    """Return the torch hooks around forwards that are the user's own: where, and their names."""
+    listed = []
+    for path, module in model.named_modules():
+        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
+            package = (getattr(hook, "__module__", None) or "").partition(".")[0]
+            if package not in _PACKAGES:
+                listed.append(f"{path} {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+    return listed
+
+
 def of_model(bridge: TransformerBridge) -> dict[str, str]:
-    """What tells a model from another: its class, configuration and weights, which adapters of PEFT are at work, and
-    where its own puts the points.
+    """Return the fingerprint of a model: its class, configuration and weights, its active adapters
+    of PEFT, its hook points, and the torch hooks that the user has put on it.
 
     Args:
         bridge: the bridge.
@@ -103,86 +126,96 @@ def of_model(bridge: TransformerBridge) -> dict[str, str]:
     config = bridge.core.config.to_dict()
     for varying in ("_name_or_path", "transformers_version", "architectures", "distributed_config"):
         config.pop(varying, None)
-    placed = bridge.bases
-    adapters = adapters_at_work(bridge.original_model)
-    declared = [hook.point for hook in bridge.hook_dict.values() if hook not in placed]
-    return {
-        **({"bases": digest(*(_of_basis(hook) for hook in placed))} if placed else {}),
-        **({"adapters at work": digest(repr(adapters))} if adapters else {}),
+    points = []
+    for hook in bridge.hook_dict.values():
+        if hook in bridge.bases:
+            continue
+        point = hook.point
+        points.append(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}")
+    fingerprint = {
         "class": type(bridge.core).__name__,
         "config": digest(json.dumps(config, sort_keys=True, default=str)),
         "weights": of_module(bridge.original_model),
-        "adapter": digest(
-            *(f"{point.name} {point.site} {point.axes} {type(point.view).__name__}" for point in declared)
-        ),
+        "adapter": digest(*points),
     }
+    if bridge.bases:
+        fingerprint["bases"] = digest(*map(_basis_hash, bridge.bases))
+    if adapters := adapters_at_work(bridge.original_model):
+        fingerprint["adapters at work"] = digest(repr(adapters))
+    if hooks := _torch_hooks(bridge.original_model):
+        fingerprint["torch hooks"] = digest(*hooks)
+    return fingerprint
 
 
-def _of_basis(hook: HookPoint) -> str:
-    """What tells a basis from another of the same name.
+def _basis_hash(hook: HookPoint) -> str:
+    """Return the hash of a basis.
 
     Raises:
-        ValueError: it is made of functions.
+        ValueError: it consists of functions.
     """
-    assert isinstance(hook.view, InBasis)
-    modules, error = modules_of(hook.view.basis), hook.view.error
+    view = hook.view
+    assert isinstance(view, InBasis)
+    modules = modules_of(view.basis)
     if not modules:
         raise ValueError(
-            f"{hook.name} is made of functions, which nobody can tell from others when the harvest goes on: give "
-            "add_basis a torch module, or remove_basis it"
+            f"{hook.name} is made of functions, which nobody can tell from others when the harvest"
+            " goes on: give add_basis a torch module, or remove_basis it"
         )
-    what = f"{hook.name} {type(hook.view.basis).__name__} {hook.view.reads[0][0] if hook.view.reads else None}"
-    total = xxhash.xxh3_128(what.encode())
-    if isinstance(error, Tensor):
-        add_tensor(total, error)
+    source = view.reads[0][0] if view.reads else None
+    total = xxhash.xxh3_128(f"{hook.name} {type(view.basis).__name__} {source}".encode())
+    if isinstance(view.error, Tensor):
+        add_tensor(total, view.error)
     else:
-        total.update(error.encode())
+        total.update(view.error.encode())
     return total.hexdigest() + "".join(map(of_module, modules))
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """The hash of a Hugging Face tokenizer: of its vocabulary, merges, rules and special tokens.
+    """Return the hash of a Hugging Face tokenizer: vocabulary, merges, rules and special tokens.
 
     Args:
         tokenizer: the tokenizer; it is only read.
     """
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     if getattr(tokenizer, "is_fast", False):
-        whole = json.loads(tokenizer.backend_tokenizer.to_str())
-        # What the last call asked for, and no part of the tokenizer.
-        whole.pop("truncation", None)
-        whole.pop("padding", None)
-        return digest(json.dumps(whole, sort_keys=True), special)
-    return digest(type(tokenizer).__name__, json.dumps(tokenizer.get_vocab(), sort_keys=True), special)
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        # These belong to the last call, not to the tokenizer.
+        rules.pop("truncation", None)
+        rules.pop("padding", None)
+        return digest(json.dumps(rules, sort_keys=True), special)
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return digest(type(tokenizer).__name__, vocabulary, special)
 
 
 def of_folder(name_or_path: str) -> dict[str, list[int]] | None:
-    """The files of a model's folder with their sizes and times of change (ns); None for what is no folder here.
+    """Return the sizes and modification times (ns) of a model's files; None if there is no such
+    folder on this machine.
 
     Args:
         name_or_path: a folder.
     """
     if not os.path.isdir(name_or_path):
         return None
-    found = {}
+    files = {}
     for entry in sorted(Path(name_or_path).iterdir()):
         if entry.is_file():
             stat = entry.stat()
-            found[entry.name] = [stat.st_size, stat.st_mtime_ns]
-    return found
+            files[entry.name] = [stat.st_size, stat.st_mtime_ns]
+    return files
 
 
 def of_value(value: object) -> str:
-    """The hash of an option that the user wrote: a function, a module, a tensor, or plain data.
+    """Return the hash of an option that the user wrote: a function, a module, a tensor, or plain
+    data.
 
-    A function is told by its code, its defaults and what it closes over. An attribute `harvest_id` (a string) says
-    it instead, for what cannot be told so.
+    A function is identified by its code, its defaults and the variables it closes over. If that is
+    not possible, set an attribute `harvest_id` (a string), which is used instead.
 
     Args:
         value: the option.
 
     Raises:
-        HarvestError: what the value is cannot be told from another.
+        HarvestError: the value cannot be identified.
 
     Example:
         >>> from bridge.harvest.fingerprint import of_value
@@ -194,14 +227,14 @@ def of_value(value: object) -> str:
     return total.hexdigest()
 
 
-def _add(total: xxhash.xxh3_128, value: object, seen: tuple[int, ...]) -> None:
-    if id(value) in seen:
+def _add(total: xxhash.xxh3_128, value: object, outer: tuple[int, ...]) -> None:
+    if id(value) in outer:
         total.update(b"itself")
         return
-    seen = (*seen, id(value))
-    given = getattr(value, "harvest_id", None)
-    if isinstance(given, str):
-        total.update(b"id" + given.encode())
+    outer = (*outer, id(value))
+    harvest_id = getattr(value, "harvest_id", None)
+    if isinstance(harvest_id, str):
+        total.update(b"id" + harvest_id.encode())
     elif isinstance(value, Tensor):
         add_tensor(total, value)
     elif isinstance(value, Operation):
@@ -209,19 +242,22 @@ def _add(total: xxhash.xxh3_128, value: object, seen: tuple[int, ...]) -> None:
     elif isinstance(value, np.ndarray):
         add_tensor(total, torch.from_numpy(np.ascontiguousarray(value)))
     elif isinstance(value, types.FunctionType):
-        _add_function(total, value, seen)
-    elif (plain := _whole(value)) is not None:
+        _add_function(total, value, outer)
+    elif (plain := _plain_bytes(value)) is not None:
         total.update(plain)
     else:
-        own, parts = _taken_apart(value)
+        own, parts = _take_apart(value)
         total.update(own)
         for part in parts:
-            _add(total, part, seen)
+            _add(total, part, outer)
 
 
-def _whole(value: object) -> bytes | None:
-    """What a value that has no parts is told from others by; None for one that has some."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def _plain_bytes(value: object) -> bytes | None:
+    """Return the bytes that identify a value without parts; None for one with parts."""
+    if isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r};".encode()
     if isinstance(value, nn.Module):
         return (type(value).__qualname__ + of_module(value)).encode()
@@ -230,11 +266,11 @@ def _whole(value: object) -> bytes | None:
     return None
 
 
-def _taken_apart(value: object) -> tuple[bytes, Iterable[object]]:
-    """What a value is besides its parts, and these.
+def _take_apart(value: object) -> tuple[bytes, Iterable[object]]:
+    """Return the bytes that identify a value without its parts, and the parts.
 
     Raises:
-        HarvestError: it cannot be told from another.
+        HarvestError: the value cannot be identified.
     """
     if isinstance(value, types.MethodType):
         return b"", (value.__func__, value.__self__)
@@ -242,34 +278,34 @@ def _taken_apart(value: object) -> tuple[bytes, Iterable[object]]:
         return b"", (value.func, value.args, value.keywords)
     if isinstance(value, types.CodeType):
         return value.co_code + repr(value.co_names).encode(), value.co_consts
-    if isinstance(value, set | frozenset):
-        return f"{type(value).__name__} {len(value)}".encode(), sorted(value, key=repr)
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} {len(value)}".encode(), value
+    if isinstance(value, set | frozenset | list | tuple):
+        own = f"{type(value).__name__} {len(value)}".encode()
+        return own, sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     if isinstance(value, dict):
-        return f"dict {len(value)}".encode(), [part for item in value.items() for part in item]
+        return f"dict {len(value)}".encode(), chain.from_iterable(value.items())
     if hasattr(value, "__dict__") and callable(value):
         return type(value).__qualname__.encode(), (vars(value), type(value).__call__)
     raise HarvestError(
-        f"{value!r} is part of what decides the rows, and cannot be told from another when the harvest goes on; "
-        "give the function that holds it an attribute `harvest_id`, a text that you change when it changes"
+        f"{value!r} is part of what decides the rows, and cannot be told from another when the"
+        " harvest goes on; give the function that holds it an attribute `harvest_id`, a text that"
+        " you change when it changes"
     )
 
 
-def _add_function(total: xxhash.xxh3_128, function: types.FunctionType, seen: tuple[int, ...]) -> None:
-    _add(total, function.__code__, seen)
-    _add(total, function.__defaults__, seen)
-    _add(total, function.__kwdefaults__, seen)
+def _add_function(
+    total: xxhash.xxh3_128, function: types.FunctionType, outer: tuple[int, ...]
+) -> None:
+    _add(total, function.__code__, outer)
+    _add(total, function.__defaults__, outer)
+    _add(total, function.__kwdefaults__, outer)
     captured = inspect.getclosurevars(function)
-    for name in sorted(captured.nonlocals):
+    for name, value in sorted(captured.nonlocals.items()):
         total.update(name.encode())
-        _add(total, captured.nonlocals[name], seen)
-    for name in sorted(captured.globals):
-        value = captured.globals[name]
+        _add(total, value, outer)
+    for name, value in sorted(captured.globals.items()):
         total.update(name.encode())
         if isinstance(value, types.FunctionType) and value.__module__ != function.__module__:
             # A library's: its name and code, and not all that the library consists of.
             total.update(f"{value.__module__}.{value.__qualname__}".encode())
-            _add(total, value.__code__, seen)
-        else:
-            _add(total, value, seen)
+            value = value.__code__
+        _add(total, value, outer)

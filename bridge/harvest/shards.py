@@ -27,9 +27,10 @@ from bridge.harvest.options import FileFormat
 from bridge.harvest.packing import Array, ShardInput
 from bridge.harvest.rows import ID_COLUMNS
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A harvest's folder: files that appear whole or not at all, the manifest, one record for each whole shard.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A harvest's folder: files that appear whole or not at all, the manifest, one record for each whole
+# shard.
+# --------------------------------------------------------------------------------------------------
 
 
 #: An object of JSON.
@@ -40,18 +41,20 @@ _MANIFEST, _RECORDS, _TEMPORARY = "manifest.json", "records", ".tmp"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of one whole shard.
+    """The record of one complete shard.
 
     Attributes:
-        index: its place among the shards.
-        file: its name.
-        rows, sequences, tokens: how many rows it has, and the model's inputs and tokens that they are from.
-        size, checksum: of the file: bytes, and XXH3 (128 bits).
-        input: the fingerprint of the tokens that it was made from.
-        documents, offset, source: where the source stood after it: this many documents used up and this far into the
-            next one (tokens), and the fingerprint of those documents.
-        columns: type and shape of each activation's column.
-        batch_size: sequences in one forward pass, the smallest that was used.
+        index: its index among the shards.
+        file: the name of its file.
+        rows, sequences, tokens: the number of its rows, and of the model's inputs and tokens from
+            which they were made.
+        size, checksum: the size of the file in bytes, and its XXH3 hash (128 bits).
+        input: the fingerprint of the tokens from which it was made.
+        documents, offset, source: the place in the source after it: the number of finished
+            documents, the position in the next one (in tokens), and the fingerprint of the finished
+            documents.
+        columns: the dtype and shape of each activation's column.
+        batch_size: the smallest number of sequences in one forward pass.
     """
 
     index: int
@@ -70,23 +73,23 @@ class ShardRecord:
 
     @property
     def note(self) -> str:
-        """Where its record is in the harvest's folder."""
+        """The file name of its record in the harvest's folder."""
         return f"{_RECORDS}/{Path(self.file).stem}.json"
 
 
 @dataclass
 class Manifest:
-    """What a harvest is.
+    """The description of a harvest.
 
     Attributes:
         model: its name, class and fingerprints (see `fingerprint.of_model`).
-        tokenizer: its fingerprint; None where there is none.
-        options: everything else that decides the rows.
-        versions: of this library and of those that computed.
-        source: what the rows are from: in words, by identity and, once it is finished, how far it was used up.
-        quick: what tells the same call without loading the model.
+        tokenizer: its fingerprint; None without one.
+        options: all options that determine the rows.
+        versions: the versions of this library and of its dependencies.
+        source: the source's description, its identity and, once it is finished, its end.
+        quick: a fingerprint of the call, computed without loading the model.
         complete: whether it is finished.
-        shards: the records of all whole shards, once it is finished.
+        shards: the records of all complete shards, once it is finished.
     """
 
     model: Data
@@ -99,13 +102,16 @@ class Manifest:
     shards: list[ShardRecord] = field(default_factory=list)
 
     def totals(self) -> dict[str, int]:
-        """The rows, sequences, tokens and bytes of all shards."""
-        names = ("rows", "sequences", "tokens", "size")
-        return {name: sum(getattr(record, name) for record in self.shards) for name in names}
+        """Return the rows, sequences, tokens and bytes of all shards."""
+        totals = dict.fromkeys(("rows", "sequences", "tokens", "size"), 0)
+        for record in self.shards:
+            for name in totals:
+                totals[name] += getattr(record, name)
+        return totals
 
 
 def checksum_of(path: Path) -> str:
-    """The checksum of a file on this machine (XXH3, 128 bits)."""
+    """Return the checksum of a local file (XXH3, 128 bits)."""
     total = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while data := file.read(2**22):
@@ -114,41 +120,54 @@ def checksum_of(path: Path) -> str:
 
 
 class Folder:
-    """The folder of a harvest: on this machine, or in a store that fsspec knows by its URL (``s3://bucket/acts``).
+    """The folder of a harvest: on this machine, or in a store that fsspec knows by its URL
+    (``s3://bucket/acts``).
 
-    It holds names alone, so that it can be sent to other processes, which open the store for themselves.
+    It contains only names, so that it can be sent to other processes, which open the store
+    themselves.
 
     Args:
         path: the folder, or its URL.
-        cache: where shards of a store are kept when they are read; None: beside what else is kept of models.
+        cache: the folder in which shards of a store are cached when they are read; None: a folder
+            in this library's cache.
 
     Attributes:
-        path: as it was given.
-        scratch: where files are written before they are in their place: the folder itself, or one on this machine.
+        path: the path as passed.
+        scratch: the folder for files that are being written: the folder itself, or one on this
+            machine.
 
     Raises:
-        HarvestError: nothing here knows such a URL.
+        HarvestError: a URL of an unknown kind.
     """
 
-    def __init__(self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None) -> None:
-        given = os.fspath(path)
-        self.is_local = "://" not in given
-        self.path: Path | str = Path(given) if self.is_local else given.rstrip("/")
+    def __init__(
+        self, path: str | os.PathLike[str], cache: str | os.PathLike[str] | None = None
+    ) -> None:
+        location = os.fspath(path)
+        self.is_local = "://" not in location
+        self.path: Path | str = Path(location) if self.is_local else location.rstrip("/")
         self._url = str(self.path)
         if self.is_local:
-            self.scratch, self.cache = Path(given), Path(given)
+            self.scratch = self.cache = Path(location)
             return
-        where = kept.folder()
-        ours = Path(tempfile.gettempdir(), f"transformer-bridge-{os.getuid()}") if where is None else where.parent
-        self.cache = ours / "shards" if cache is None else Path(cache)
+        declarations = kept.folder()
+        if cache is not None:
+            self.cache = Path(cache)
+        elif declarations is not None:
+            self.cache = declarations.parent / "shards"
+        else:
+            user = f"transformer-bridge-{os.getuid()}"
+            self.cache = Path(tempfile.gettempdir(), user, "shards")
         self.scratch = self.cache / digest(self._url)
         try:
             self._store()
         except (ImportError, ValueError) as error:
-            raise HarvestError(f"{given} cannot be opened: {error}") from error
+            raise HarvestError(f"{location} cannot be opened: {error}") from error
 
     def _store(self) -> tuple[Any, str]:
-        """The file system and the folder's path in it. fsspec keeps one for each thread and process."""
+        """Return the file system and the folder's path in it. fsspec keeps one for each thread and
+        process.
+        """
         if self.is_local:
             return fsspec.filesystem("file"), self.address
         store, root = fsspec.url_to_fs(self._url)
@@ -156,15 +175,11 @@ class Folder:
 
     @property
     def address(self) -> str:
-        """What another process finds it by."""
+        """An absolute path or URL that other processes can open."""
         return os.path.abspath(self._url) if self.is_local else self._url
 
-    def shard(self, index: int, suffix: str) -> str:
-        """The name of a shard."""
-        return f"shard-{index:06d}.{suffix}"
-
     def sizes(self, under: str = "") -> dict[str, int]:
-        """What is there, and how many bytes each has.
+        """Map each file name to its size in bytes.
 
         Args:
             under: a folder in this one.
@@ -173,46 +188,50 @@ class Folder:
         place = f"{root}/{under}".rstrip("/")
         store.invalidate_cache()
         try:
-            found = store.ls(place, detail=True)
+            entries = store.ls(place, detail=True)
         except FileNotFoundError:
             return {}
-        names = ((one["name"].rstrip("/"), int(one["size"] or 0)) for one in found)
-        return {PurePosixPath(name).name: size for name, size in names if not place.endswith(name)}
+        sizes = {}
+        for entry in entries:
+            path = entry["name"].rstrip("/")
+            if not place.endswith(path):
+                sizes[PurePosixPath(path).name] = int(entry["size"] or 0)
+        return sizes
 
     def remove(self, name: str) -> None:
-        """Takes a file away; one that is not there is no error."""
+        """Remove a file; a missing file is not an error."""
         store, root = self._store()
         with suppress(FileNotFoundError):
             store.rm_file(f"{root}/{name}")
 
     @contextmanager
     def whole(self, name: str, new: bool = False) -> Iterator[AtomicFile]:
-        """A file that is in its place after the ``with`` statement, or not there if that raised.
+        """Open a file that appears under its name only after the ``with`` statement, and not at all
+        if that raises.
 
         Args:
-            name: of the file.
-            new: refuse to write over one that is there, where the store can.
+            name: the file's name.
+            new: do not overwrite an existing file, if the store supports that.
 
         Raises:
             WriteError: the system refused to write it.
-            FileExistsError: it is there.
+            FileExistsError: the file exists.
         """
         file = None
         try:
-            file = AtomicFile(self, name)
-            yield file
-            file.commit(new)
-        except BaseException as error:
+            with raising_write_errors(name):
+                file = AtomicFile(self, name)
+                yield file
+                file.commit(new)
+        except BaseException:
             if file is not None:
                 file.abandon()
-            if isinstance(error, OSError) and not isinstance(error, WriteError | FileExistsError):
-                raise refused(name, error) from error
             raise
 
     # ---- the manifest and the records, each with a checksum of its own
 
     def _json(self, name: str, data: bytes) -> Data:
-        """What a file of ours says.
+        """Return the content of a JSON file that this library wrote.
 
         Raises:
             HarvestError: it is damaged.
@@ -227,74 +246,84 @@ class Folder:
             file.write(sealed(content).encode())
 
     def manifest(self) -> Manifest | None:
-        """The manifest, with the records of the whole shards; None where there is none.
+        """Return the manifest, with the records of the complete shards; None if there is none.
 
         Raises:
-            HarvestError: it is no manifest of ours, or damaged.
+            HarvestError: the manifest is damaged, or does not describe a harvest.
         """
         store, root = self._store()
         try:
-            found = self._json(_MANIFEST, store.cat_file(f"{root}/{_MANIFEST}"))
+            content = self._json(_MANIFEST, store.cat_file(f"{root}/{_MANIFEST}"))
         except FileNotFoundError:
             return None
-        where = f"{self.path}/{_MANIFEST}"
-        if found.pop("format", None) != FORMAT:
-            raise HarvestError(f"{where} is no manifest of a harvest in the format {FORMAT!r}")
+        if content.pop("format", None) != FORMAT:
+            raise HarvestError(
+                f"{self.path}/{_MANIFEST} does not describe a harvest in the format {FORMAT!r}"
+            )
         try:
-            totals = found.pop("totals")
-            made = Manifest(**{**found, "shards": [ShardRecord(**record) for record in found.pop("shards")]})
-            if made.totals() != totals:
+            totals = content.pop("totals")
+            shards = [ShardRecord(**record) for record in content.pop("shards")]
+            manifest = Manifest(**content, shards=shards)
+            if manifest.totals() != totals:
                 raise ValueError("its totals are not those of its shards")
         except (KeyError, TypeError, ValueError) as error:
-            raise HarvestError(f"{where} is damaged: {error}") from error
-        if not made.complete:
-            records = self.records()
-            lost = self.lost(records.values(), checksums=False)
-            made.shards = [record for index, record in records.items() if index not in lost]
-        return made
+            raise HarvestError(f"{self.path}/{_MANIFEST} is damaged: {error}") from error
+        if not manifest.complete:
+            records = self.records().values()
+            lost = self.problems(records, checksums=False)
+            manifest.shards = [record for record in records if record.file not in lost]
+        return manifest
 
     def harvested(self) -> Manifest:
-        """The manifest.
+        """Return the manifest.
 
         Raises:
-            HarvestError: there is none, or none of ours.
+            HarvestError: there is no manifest, or it does not describe a harvest.
         """
-        if (found := self.manifest()) is None:
+        manifest = self.manifest()
+        if manifest is None:
             raise HarvestError(f"{self.path} holds no harvest: it has no manifest.json")
-        return found
+        return manifest
 
     def records(self) -> dict[int, ShardRecord]:
-        """The records of a harvest that is not finished, by index. One that is damaged is none: its shard is lost."""
+        """Return the records of an unfinished harvest, by index, without damaged ones."""
         store, root = self._store()
-        names = [name for name in self.sizes(_RECORDS) if name.startswith("shard-") and name.endswith(".json")]
-        data = store.cat([f"{root}/{_RECORDS}/{name}" for name in names]) if names else {}
-        found = []
-        for name, read in zip(sorted(names), (data[key] for key in sorted(data)), strict=True):
+        paths = []
+        for name in self.sizes(_RECORDS):
+            if name.startswith("shard-") and name.endswith(".json"):
+                paths.append(f"{root}/{_RECORDS}/{name}")
+        contents = store.cat(paths) if paths else {}
+        records = {}
+        for path, data in sorted(contents.items()):
             with suppress(HarvestError, TypeError):
-                found.append(ShardRecord(**self._json(name, read)))
-        return {record.index: record for record in sorted(found, key=lambda record: record.index)}
+                record = ShardRecord(**self._json(path, data))
+                records[record.index] = record
+        return dict(sorted(records.items()))
 
     def write(self, manifest: Manifest, new: bool = False) -> None:
-        """Puts a manifest in its place.
+        """Write a manifest.
 
         Args:
             manifest: the manifest.
-            new: there is none yet.
+            new: require that there is no manifest yet.
 
         Raises:
-            HarvestError: there is one, which another process has begun with.
+            HarvestError: there is one already, written by another process.
         """
         try:
-            self._write_json(_MANIFEST, {"format": FORMAT, "totals": manifest.totals(), **asdict(manifest)}, new)
+            content = {"format": FORMAT, "totals": manifest.totals(), **asdict(manifest)}
+            self._write_json(_MANIFEST, content, new)
         except FileExistsError as error:
-            raise HarvestError(f"another process began a harvest in {self.path}: make the same call again") from error
+            raise HarvestError(
+                f"another process began a harvest in {self.path}: make the same call again"
+            ) from error
 
     def add(self, record: ShardRecord) -> None:
-        """Notes that a shard is whole."""
+        """Write the record of a complete shard."""
         self._write_json(record.note, asdict(record))
 
     def reopen(self, manifest: Manifest) -> None:
-        """Makes a finished harvest one that goes on, with a record of every shard. Its source's end stays known."""
+        """Reopen a finished harvest: write one record per shard, and keep the end of the source."""
         for record in manifest.shards:
             self.add(record)
         manifest.complete, manifest.shards = False, []
@@ -302,87 +331,96 @@ class Folder:
 
     # ---- whether a shard is as it was written
 
-    def lost(self, records: Iterable[ShardRecord], checksums: bool) -> set[int]:
-        """Which shards are not there, or not as they were written, by index.
+    def problems(self, records: Iterable[ShardRecord], checksums: bool) -> dict[str, str]:
+        """Return a description of the problem for each shard that is missing or differs from its
+        record, by file.
 
         Args:
-            records: of the shards.
-            checksums: read them all, and compare their checksums, too.
+            records: the records of the shards.
+            checksums: also read all shards, and compare their checksums and numbers of rows.
         """
-        there = self.sizes()
-        return {record.index for record in records if self.problem(record, there, checksums)}
+        sizes = self.sizes()
+        problems = {}
+        for record in records:
+            if record.file not in sizes:
+                problem: str | None = "it is missing"
+            elif sizes[record.file] != record.size:
+                problem = f"it has {sizes[record.file]} bytes in place of {record.size}"
+            else:
+                problem = self._read_difference(record) if checksums else None
+            if problem:
+                problems[record.file] = problem
+        return problems
 
-    def problem(self, record: ShardRecord, there: dict[str, int], checksum: bool = True) -> str | None:
-        """What is wrong with a shard, in words; None: nothing.
-
-        Args:
-            record: of the shard.
-            there: the sizes of the files that are there.
-            checksum: read it, and compare its checksum and the number of its rows, too.
-        """
-        if record.file not in there:
-            return "it is missing"
-        if there[record.file] != record.size:
-            return f"it has {there[record.file]} bytes in place of {record.size}"
-        if not checksum:
-            return None
+    def _read_difference(self, record: ShardRecord) -> str | None:
+        """Read a shard and describe how it differs from its record; None if it does not."""
         if self.is_local:
-            return _other_bytes(Path(self._url, record.file), record)
-        place = self._download(record)
+            return _difference(Path(self._url, record.file), record)
+        copy = self._download(record)
         try:
-            return _other_bytes(place, record)
+            return _difference(copy, record)
         finally:
-            place.unlink()
+            copy.unlink()
 
     def _download(self, record: ShardRecord) -> Path:
-        """A copy of a store's shard on this machine, whatever its bytes are."""
+        """Return a local copy of a store's shard, damaged or not."""
         store, root = self._store()
         self.scratch.mkdir(parents=True, exist_ok=True)
-        place = self.scratch / f".{uuid.uuid4().hex}{_TEMPORARY}{Path(record.file).suffix}"
-        store.get_file(f"{root}/{record.file}", str(place))
-        return place
+        copy = self.scratch / f".{uuid.uuid4().hex}{_TEMPORARY}{Path(record.file).suffix}"
+        store.get_file(f"{root}/{record.file}", str(copy))
+        return copy
 
     def opened(self, record: ShardRecord, known: bool) -> ShardFile:
-        """A shard to be read. What is read of a store is kept on this machine under its checksum.
+        """Open a shard. Shards of a store are cached on this machine under their checksum.
 
         Args:
-            record: of the shard.
-            known: its checksum was compared before.
+            record: the shard's record.
+            known: whether its checksum was already compared.
 
         Raises:
-            HarvestError: it is not as it was written.
+            HarvestError: it has changed since it was written.
         """
         try:
             if self.is_local:
-                place = Path(self._url, record.file)
-                wrong = None if known else _other_bytes(place, record)
+                path = Path(self._url, record.file)
+                problem = None if known else _difference(path, record)
             else:
-                place, wrong = self.cache / f"{record.checksum}{Path(record.file).suffix}", None
-                if not (place.exists() and (known or _other_bytes(place, record) is None)):
-                    os.replace(self._download(record), place)
-                    if wrong := _other_bytes(place, record):
-                        place.unlink()
+                path = self.cache / f"{record.checksum}{Path(record.file).suffix}"
+                problem = self._cache(record, path, known)
         except FileNotFoundError:
-            wrong = "it is missing"
-        if wrong:
+            problem = "it is missing"
+        if problem:
             raise HarvestError(
-                f"{self.path}/{record.file} is damaged: {wrong}. The call of `harvest` that made it makes it again, "
-                "with checksums=True"
+                f"{self.path}/{record.file} is damaged: {problem}. The call of `harvest` that made"
+                " it makes it again, with checksums=True"
             )
-        return ShardFile(place)
+        return ShardFile(path)
+
+    def _cache(self, record: ShardRecord, path: Path, known: bool) -> str | None:
+        """Download a shard of a store if it is not cached yet; describe what is wrong with it, if
+        anything."""
+        if path.exists() and (known or _difference(path, record) is None):
+            return None
+        os.replace(self._download(record), path)
+        problem = _difference(path, record)
+        if problem:
+            path.unlink()
+        return problem
 
     # ---- who works in it
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps this machine's other harvests out of the folder; the lock goes with the process, however it ends.
+        """Lock the folder against other harvests on this machine; the lock ends with the process.
 
         Raises:
-            HarvestError: another process is at work in it.
+            HarvestError: another process is using the folder.
         """
         new = not self.scratch.exists()
-        (self.scratch / _RECORDS if self.is_local else self.scratch).mkdir(parents=True, exist_ok=True)
-        with open(self.scratch / ".lock", "w") as file:
+        records = self.scratch / _RECORDS
+        (records if self.is_local else self.scratch).mkdir(parents=True, exist_ok=True)
+        lock = self.scratch / ".lock"
+        with open(lock, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -390,50 +428,74 @@ class Folder:
             try:
                 yield
             finally:
-                if new and self.is_local and not (self.scratch / _MANIFEST).exists():  # refused: leave no trace
-                    (self.scratch / ".lock").unlink()
-                    (self.scratch / _RECORDS).rmdir()
+                # After an error at the beginning, leave no trace.
+                if new and self.is_local and not (self.scratch / _MANIFEST).exists():
+                    lock.unlink()
+                    records.rmdir()
                     self.scratch.rmdir()
 
     def strange(self) -> list[str]:
-        """What there is in a folder without a manifest that is no harvest's."""
-        ours = (".lock", _RECORDS)
-        return sorted(name for name in self.sizes() if name not in ours and not name.endswith(_TEMPORARY))
+        """Return the names of foreign files in a folder without a manifest."""
+        foreign = []
+        for name in self.sizes():
+            if name not in (".lock", _RECORDS) and not name.endswith(_TEMPORARY):
+                foreign.append(name)
+        return sorted(foreign)
 
     def clean(self, records: Iterable[ShardRecord]) -> None:
-        """Takes away what a killed harvest left unfinished: temporary files, and shards that are not whole.
+        """Remove temporary files and incomplete shards of a killed harvest.
 
         Args:
-            records: of the whole shards.
+            records: the records of the complete shards.
         """
-        for place in self.scratch.glob(f".*{_TEMPORARY}*"):
-            place.unlink()
+        for path in self.scratch.glob(f".*{_TEMPORARY}*"):
+            path.unlink()
         known = {record.file for record in records}
         for name in self.sizes():
             if name.startswith("shard-") and name not in known:
                 self.remove(name)
 
 
-def _other_bytes(place: Path, record: ShardRecord) -> str | None:
-    """What is wrong with a shard's file on this machine, in words; None: nothing."""
-    if (size := place.stat().st_size) != record.size:
+def _difference(path: Path, record: ShardRecord) -> str | None:
+    """Describe how a shard's local file differs from its record; None if it does not."""
+    if (size := path.stat().st_size) != record.size:
         return f"it has {size} bytes in place of {record.size}"
-    if (found := checksum_of(place)) != record.checksum:
-        return f"its checksum is {found} in place of {record.checksum}"
-    with ShardFile(place) as shard:
+    if (checksum := checksum_of(path)) != record.checksum:
+        return f"its checksum is {checksum} in place of {record.checksum}"
+    with ShardFile(path) as shard:
         rows = shard.count()
     return None if rows == record.rows else f"it has {rows} rows in place of {record.rows}"
 
 
-class AtomicFile:
-    """A file that is written beside its place, or on this machine, and is in its place when it is whole.
+@contextmanager
+def raising_write_errors(name: str) -> Iterator[None]:
+    """Raise a `WriteError` if the system refuses to write a file inside the ``with`` statement.
 
     Args:
-        folder: the harvest's.
-        name: of the file.
+        name: the file's name.
+    """
+    try:
+        yield
+    except (WriteError, FileExistsError):
+        raise
+    except OSError as error:
+        raise WriteError(
+            error.errno,
+            f"{name} could not be written ({error.strerror or error}); every shard that was whole"
+            " stands, and the same call goes on from there",
+            name,
+        ) from error
+
+
+class AtomicFile:
+    """A file that is written elsewhere, and moved to its place when it is complete.
+
+    Args:
+        folder: the harvest's folder.
+        name: the file's name.
 
     Attributes:
-        size: bytes so far.
+        size: the number of bytes so far.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -449,7 +511,7 @@ class AtomicFile:
         return self._file.closed
 
     def write(self, data: Any) -> int:
-        """Writes bytes, and takes them into the checksum."""
+        """Write bytes, and add them to the checksum."""
         view = memoryview(data).cast("B")
         self._hash.update(view)
         self._file.write(view)
@@ -457,42 +519,43 @@ class AtomicFile:
         return len(view)
 
     def tell(self) -> int:
-        """How far it is written."""
+        """Return the number of bytes so far."""
         return self.size
 
     def flush(self) -> None:
-        """Hands what is buffered to the system."""
+        """Pass buffered data to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
-        """What pyarrow calls when it is done; `commit` and `abandon` are what closes."""
+        """Do nothing: pyarrow calls this at its end, and `commit` and `abandon` close the file."""
 
     def commit(self, new: bool = False) -> str:
-        """Puts the file in its place, with everything on the disk, and returns its checksum (XXH3, 128 bits).
+        """Flush the file to disk, move it to its place, and return its checksum (XXH3, 128 bits).
 
         Args:
             new: see `Folder.whole`.
         """
         self._file.flush()
         store, root = self.folder._store()
+        path = f"{root}/{self.name}"
         if self.folder.is_local:
-            place = Path(root, self.name)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            parent = Path(path).parent
+            parent.mkdir(parents=True, exist_ok=True)
             os.fsync(self._file.fileno())
             self._file.close()
-            os.replace(self.temporary, place)
-            _sync_folder(place.parent)
+            os.replace(self.temporary, path)
+            _sync_folder(parent)
         else:
             self._file.close()
             if new:
-                store.pipe_file(f"{root}/{self.name}", self.temporary.read_bytes(), mode="create")
+                store.pipe_file(path, self.temporary.read_bytes(), mode="create")
             else:
-                store.put_file(str(self.temporary), f"{root}/{self.name}")
+                store.put_file(str(self.temporary), path)
             self.temporary.unlink()
         return self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Takes the unfinished file away."""
+        """Remove the unfinished file."""
         try:
             self._file.close()  # this flushes, which a full disk refuses once more
         except OSError as error:
@@ -510,23 +573,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def refused(name: str, error: OSError) -> WriteError:
-    """The error for a file that the system refused to write."""
-    return WriteError(
-        error.errno,
-        f"{name} could not be written ({error.strerror or error}); every shard that was whole stands, and the "
-        "same call goes on from there",
-        name,
-    )
+# --------------------------------------------------------------------------------------------------
+# Shards: record batches in files, written and read in pieces.
+# --------------------------------------------------------------------------------------------------
 
 
 _PIECE_BYTES = 4 * 2**20
+#: Names of floating-point types, by Arrow's names.
+_DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def piece_rows(schema: pa.Schema) -> int:
-    """How many rows are stored together and read together: about 4 MiB, a power of two, the last piece excepted."""
+    """Return the number of rows in a piece, which is stored and read as a unit: a power of two,
+    about 4 MiB; the last piece may be smaller.
+    """
     row = sum(_row_bytes(field.type) for field in schema)
-    return int(min(8192, max(16, 2 ** int(math.log2(max(1, _PIECE_BYTES // row))))))
+    rows = max(1, _PIECE_BYTES // row)
+    return min(8192, max(16, 1 << int(math.log2(rows))))
 
 
 def _row_bytes(kind: pa.DataType) -> int:
@@ -536,7 +599,7 @@ def _row_bytes(kind: pa.DataType) -> int:
 
 
 def shape_of(kind: pa.DataType) -> tuple[list[int], str]:
-    """The shape of a column's rows and the name of its numbers' type.
+    """Return the shape of a column's rows and the name of its dtype.
 
     Args:
         kind: the column's Arrow type.
@@ -545,40 +608,40 @@ def shape_of(kind: pa.DataType) -> tuple[list[int], str]:
     while pa.types.is_fixed_size_list(kind):
         shape.append(int(kind.list_size))
         kind = kind.value_type
-    return shape, {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind))
+    return shape, _DTYPES.get(str(kind), str(kind))
 
 
 class ShardWriter:
-    """Writes one shard: nothing is in its place before `finish`.
+    """The writer of one shard, which appears under its name after `finish`.
 
     Args:
         folder: the harvest's folder.
-        shard: what the shard is made from.
+        shard: the inputs of the shard.
         file_format: ``"arrow"`` or ``"parquet"``.
     """
 
     def __init__(self, folder: Folder, shard: ShardInput, file_format: FileFormat) -> None:
         self.folder, self.shard, self.format = folder, shard, file_format
-        self.name = folder.shard(shard.index, file_format)
-        self.rows = 0
+        self.name = f"shard-{shard.index:06d}.{file_format}"
+        self.rows = self._piece = self._held = 0
         self._file: AtomicFile | None = None
         self._writer: Any = None
         self._schema: pa.Schema | None = None
-        self._piece = 0
         self._pending: list[pa.RecordBatch] = []
-        self._held = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Takes rows; those that fill a piece are written.
+        """Add rows, and write full pieces.
 
         Raises:
-            WriteError: the system refused.
-            HarvestError: other columns than before.
+            WriteError: the system refused to write.
+            HarvestError: the columns differ from the earlier ones.
         """
         if self._schema is None:
             self._open(batch.schema)
         elif batch.schema != self._schema:
-            raise HarvestError(f"the columns changed within a shard: {self._schema} and then {batch.schema}")
+            raise HarvestError(
+                f"the columns changed within a shard: {self._schema} and then {batch.schema}"
+            )
         self._pending.append(batch)
         self._held += batch.num_rows
         self.rows += batch.num_rows
@@ -587,81 +650,96 @@ class ShardWriter:
 
     def _open(self, schema: pa.Schema) -> None:
         self._schema, self._piece = schema, piece_rows(schema)
-        try:
+        with raising_write_errors(self.name):
             self._file = AtomicFile(self.folder, self.name)
             if self.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
                 self._writer = pq.ParquetWriter(
-                    self._file, schema, compression="none", use_dictionary=False, write_statistics=False
+                    self._file,
+                    schema,
+                    compression="none",
+                    use_dictionary=False,
+                    write_statistics=False,
                 )
-        except OSError as error:
-            self.abandon()
-            raise refused(self.name, error) from error
 
     def _flush(self, everything: bool) -> None:
+        """Write the pending rows that fill pieces, or all of them."""
         table = pa.Table.from_batches(self._pending, self._schema)
-        whole = len(table) if everything else len(table) // self._piece * self._piece
-        try:
-            for start in range(0, whole, self._piece):
-                piece = table.slice(start, min(self._piece, whole - start)).combine_chunks()
-                if self.format == "arrow":
-                    self._writer.write_table(piece)
-                else:
-                    self._writer.write_table(piece, row_group_size=self._piece)
-        except OSError as error:
-            raise refused(self.name, error) from error
-        rest = table.slice(whole)
+        rest = 0 if everything else len(table) % self._piece
+        end = len(table) - rest
+        options = {} if self.format == "arrow" else {"row_group_size": self._piece}
+        with raising_write_errors(self.name):
+            for start in range(0, end, self._piece):
+                piece = table.slice(start, min(self._piece, end - start))
+                self._writer.write_table(piece.combine_chunks(), **options)
         # A copy: a slice would hold all of it.
-        self._pending = rest.combine_chunks().to_batches() if len(rest) else []
-        self._held = len(rest)
+        self._pending = table.slice(end).combine_chunks().to_batches() if rest else []
+        self._held = rest
 
     def finish(self, batch_size: int) -> ShardRecord:
-        """Puts the shard in its place, and its record next to it.
+        """Write the shard and its record to their places.
 
         Args:
-            batch_size: the smallest that it was made with.
+            batch_size: the smallest batch size that was used.
 
         Raises:
-            WriteError: the system refused.
+            WriteError: the system refused to write.
             HarvestError: there are no rows.
         """
         if self._file is None or self._schema is None:
-            raise HarvestError(f"shard {self.shard.index} would have no rows: every token was left out")
+            raise HarvestError(
+                f"shard {self.shard.index} would have no rows: every token was left out"
+            )
         self._flush(everything=True)
-        try:
+        with raising_write_errors(self.name):
             self._writer.close()
             checksum = self._file.commit()
-        except OSError as error:
-            raise refused(self.name, error) from error
-        activations = [field for field in self._schema if field.name not in ID_COLUMNS]
-        shapes = {field.name: shape_of(field.type) for field in activations}
-        after = self.shard.after
+        columns: dict[str, Data] = {}
+        for column in self._schema:
+            if column.name not in ID_COLUMNS:
+                shape, dtype = shape_of(column.type)
+                columns[column.name] = {"shape": shape, "dtype": dtype}
+        shard, after = self.shard, self.shard.after
         record = ShardRecord(
-            self.shard.index, self.name, self.rows, len(self.shard.lengths), len(self.shard.tokens),
-            self._file.size, checksum, self.shard.fingerprint(), after.documents, after.offset, after.source,
-            {name: {"shape": shape, "dtype": kind} for name, (shape, kind) in shapes.items()}, batch_size,
-        )  # fmt: skip
+            shard.index,
+            self.name,
+            self.rows,
+            len(shard.lengths),
+            len(shard.tokens),
+            self._file.size,
+            checksum,
+            shard.fingerprint(),
+            after.documents,
+            after.offset,
+            after.source,
+            columns,
+            batch_size,
+        )
         self.folder.add(record)
         return record
 
     def abandon(self) -> None:
-        """Takes away what was written."""
+        """Remove the unfinished file."""
         if self._file is not None and not self._file.closed:
             self._file.abandon()
 
 
 def write_shard(
-    folder: Folder, shard: ShardInput, file_format: FileFormat, rows: Iterable[pa.RecordBatch], used: Callable[[], int]
+    folder: Folder,
+    shard: ShardInput,
+    file_format: FileFormat,
+    rows: Iterable[pa.RecordBatch],
+    used: Callable[[], int],
 ) -> ShardRecord:
-    """Writes one shard.
+    """Write one shard.
 
     Args:
         folder: the harvest's folder.
-        shard: what it is made from.
+        shard: its inputs.
         file_format: ``"arrow"`` or ``"parquet"``.
         rows: its record batches.
-        used: asked at the end for the batch size that they were made with.
+        used: returns, at the end, the batch size that was used.
     """
     writer = ShardWriter(folder, shard, file_format)
     try:
@@ -674,24 +752,26 @@ def write_shard(
 
 
 class ShardFile:
-    """One shard, read piece by piece: of an Arrow file, memory-mapped pages; of a Parquet file, row groups.
+    """A shard, read piece by piece: memory-mapped pages of an Arrow file, row groups of a Parquet
+    file.
 
     Args:
         path: the file.
 
     Raises:
-        HarvestError: it is no such file.
+        HarvestError: it is not such a file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._map: Any = None
+        self._reader: Any = None
         try:
             if path.suffix == ".arrow":
-                self._map: Any = pa.memory_map(str(path))
-                self._reader: Any = pa.ipc.open_file(self._map)
+                self._map = pa.memory_map(str(path))
+                self._reader = pa.ipc.open_file(self._map)
                 self.pieces = int(self._reader.num_record_batches)
             else:
-                self._map = None
                 self._reader = pq.ParquetFile(path, memory_map=True)
                 self.pieces = int(self._reader.num_row_groups)
         except (pa.ArrowInvalid, OSError) as error:
@@ -706,36 +786,38 @@ class ShardFile:
             self._map.close()
 
     def piece(self, index: int, columns: list[str]) -> dict[str, Array]:
-        """Some columns of one piece, ``[row, ...]``.
+        """Return some columns of one piece, ``[row, ...]``.
 
         Args:
-            index: which piece.
-            columns: their names.
+            index: the index of the piece.
+            columns: the names of the columns.
         """
-        if self.path.suffix == ".arrow":
-            batch = self._reader.get_batch(index)
-            return {name: to_numpy(batch.column(name)) for name in columns}
-        table = self._reader.read_row_group(index, columns=columns)
-        return {name: to_numpy(table.column(name).combine_chunks()) for name in columns}
+        if self._map is not None:
+            piece = self._reader.get_batch(index)
+        else:
+            piece = self._reader.read_row_group(index, columns=columns)
+        return {name: to_numpy(piece.column(name)) for name in columns}
 
     def table(self, columns: list[str]) -> pa.Table:
-        """Some columns of all its rows: of an Arrow file its own pages, of a Parquet file a copy in memory."""
-        return self._reader.read_all().select(columns) if self._map is not None else self._reader.read(columns)
+        """Return columns of all its rows: an Arrow file's pages, or a copy of a Parquet file."""
+        if self._map is None:
+            return self._reader.read(columns)
+        return self._reader.read_all().select(columns)
 
     def count(self) -> int:
-        """How many rows it has, by its own account."""
-        if self.path.suffix != ".arrow":
+        """Return the number of rows in the file."""
+        if self._map is None:
             return int(self._reader.metadata.num_rows)
         return sum(self._reader.get_batch(i).num_rows for i in range(self.pieces))
 
 
-def to_numpy(array: pa.Array) -> Array:
-    """A column as an array ``[row, ...]``, without a copy where its numbers are bytes as they are."""
+def to_numpy(array: pa.Array | pa.ChunkedArray) -> Array:
+    """Convert a column to an array ``[row, ...]``, without a copy if its memory layout allows."""
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
-    rows, shape = len(array), []
+    shape = [len(array)]
     while pa.types.is_fixed_size_list(array.type):
         shape.append(int(array.type.list_size))
         array = array.flatten()
-    found = array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type))
-    return np.asarray(found.reshape(rows, *shape))
+    values = array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type))
+    return np.asarray(values.reshape(shape))

@@ -1,1 +1,1 @@
-"""Hook points: their names, and whose hooks are whose."""
+"""Hook points: their names, and the scope of hooks."""

@@ -1,81 +1,98 @@
-"""Whose hooks are whose: the context that code runs in, and what one forward pass remembers.
+"""Hook scope: the context that code runs in, and the memory of one forward pass.
 
-A hook that is *added* belongs to its hook point, and every run sees it. A hook that is *scoped* (`run_with_hooks`,
-``with bridge.hooks(...)``, a cache, a trace) belongs to a `Scope`. Which scopes are open is a value in a context
-variable, so other threads, asyncio tasks and greenlets do not see them.
+A hook that is *added* belongs to its hook point, and every run sees it. A hook that is *scoped*
+(`run_with_hooks`, ``with bridge.hooks(...)``, a cache, a trace) belongs to a `Scope`. The open
+scopes are the value of a context variable, so other threads, asyncio tasks and greenlets do not see
+them.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from adapters.imports import check_checkpointed_gradients
 from adapters.inputs import past_of
 from adapters.points import Point, Site, token_embedding
-from bridge.hooks.rows import BatchRows
+from bridge.rows import BatchRows
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is attached to hook points: listeners, and the scopes that they are opened and end with.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Listeners attached to hook points, and the scopes that open and close them.
+# --------------------------------------------------------------------------------------------------
 
 
-#: ``fn(activation, hook=point)`` returns the new activation, or None to leave it (or what was done to it in place).
+#: ``fn(activation, hook=point)`` returns the new activation, or None to keep it (with any in-place
+#: change).
 HookFunction = Callable[..., Tensor | None]
-#: ``fwd`` and ``bwd`` are functions of the user; ``read`` only looks at the activation; ``edge`` is given the
-#: activation that later computation uses, to ask for its gradient; ``follow`` is our own: it is shown the activation
-#: itself, may put another in its place, and stays where hooks are reset; ``leader`` takes over what was written at
-#: another point, which it is asked for with the pass in place of an activation.
+#: ``fwd`` and ``bwd`` are user functions; ``read`` only looks at the activation; ``edge`` is given
+#: the activation that later computation uses, to ask for its gradient; ``follow`` is internal: it
+#: is given the activation itself, may replace it, and survives `reset_hooks`; ``leader`` takes over
+#: what was written at another point, and is called with the pass instead of an activation.
 Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader"]
 
 
 class Scope:
-    """The hooks that were opened together, and end together.
+    """A set of hooks that are opened and closed together.
 
     Attributes:
-        members: the listeners at their hook points, so that a recomputation after the end can attach it again.
-        users: how many `with` statements and recomputations need it attached now.
-        recomputed: a block that backward may compute again has run with it, and needs it then.
-        of_one_run: only one run of the bridge ever sees it, no direct call of the model.
+        members: the listeners with their hook points, so that a later recomputation can attach the
+            scope again.
+        users: the number of `with` statements and recomputations that currently need it attached.
+        recomputed: whether a block that backward may recompute has run with it, and needs it then.
+        of_one_run: whether only one run of the bridge sees it, and no direct call of the model.
+        opened_in: the numbers of the regions in which it was opened (see `recomputation`).
+        rows: the layout of the rows of the run whose own scope it was, once that run is over.
     """
 
-    __slots__ = ("__weakref__", "members", "of_one_run", "recomputed", "users")
+    __slots__ = ("__weakref__", "members", "of_one_run", "opened_in", "recomputed", "rows", "users")
 
     def __init__(self, of_one_run: bool = False) -> None:
-        self.of_one_run, self.recomputed = of_one_run, False
+        self.of_one_run = of_one_run
+        self.recomputed = False
+        self.opened_in: frozenset[int] = frozenset()
         self.members: list[tuple[NamedPoint, Listener]] = []
+        self.rows: BatchRows | None = None
         self.users = 0
 
 
 class Listener:
-    """Something attached to a hook point.
+    """A function attached to a hook point.
 
     Args:
         kind: see `Kind`.
         fn: called as ``fn(activation, hook=point)``.
         scope: the scope that it belongs to; None: every run sees it.
-        permanent, level: what `reset_hooks` asks for.
-        named: its hook point was chosen by name, not by a filter.
-        deferrable: of a ``read``: it takes a `Deferred` in place of an activation that would have to be computed.
-        partial: of a ``read``: it takes a `Deferred` whose rows it can have computed, and has those that it keeps
-            computed at once.
-        optional: of a ``read``: where there is nothing to see, it does without, and a warning says so.
+        permanent, level: criteria of `reset_hooks`.
+        named: whether its hook point was selected by name, not by a filter.
+        deferrable: for a ``read``: whether it accepts a `Deferred` in place of an activation that
+            would have to be computed.
+        partial: for a ``read``: whether it accepts a `Deferred`, and immediately computes only the
+            rows that it keeps.
+        optional: for a ``read``: if nothing is shown, warn instead of raising.
 
     Attributes:
-        in_run: the function is a part of the run: hooks and caches see what it computes with the model. It says so by
-            an attribute of this name.
+        in_run: whether the function is part of the run, so that hooks and caches see its own calls
+            of the model. The function declares this by an attribute of this name.
     """
 
-    __slots__ = ("deferrable", "fn", "in_run", "kind", "level", "named", "optional", "partial", "permanent", "scope")
+    __slots__ = (
+        "deferrable",
+        "fn",
+        "in_run",
+        "kind",
+        "level",
+        "named",
+        "optional",
+        "partial",
+        "permanent",
+        "scope",
+    )
 
     def __init__(
         self,
@@ -89,13 +106,20 @@ class Listener:
         optional: bool = False,
         partial: bool = False,
     ) -> None:
-        self.in_run, self.named, self.optional = getattr(fn, "in_run", False) is True, named, optional
-        self.kind, self.fn, self.scope = kind, fn, scope
-        self.permanent, self.level, self.deferrable, self.partial = permanent, level, deferrable, partial
+        self.kind = kind
+        self.fn = fn
+        self.scope = scope
+        self.permanent = permanent
+        self.level = level
+        self.deferrable = deferrable
+        self.named = named
+        self.optional = optional
+        self.partial = partial
+        self.in_run = getattr(fn, "in_run", False) is True
 
 
 class NamedPoint:
-    """What those know of a hook point who call functions at it.
+    """The name and axes of a hook point, as functions called there see them.
 
     Attributes:
         name: its canonical name.
@@ -109,10 +133,10 @@ class NamedPoint:
 
 
 class SourceSite:
-    """A site whose tensor hook points elsewhere need.
+    """A site whose tensor is needed by hook points elsewhere.
 
     Attributes:
-        site: where it is.
+        site: its location.
     """
 
     __slots__ = ()
@@ -121,32 +145,46 @@ class SourceSite:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that it stands on; None where it stands on none any more."""
+        """Return the module at the site; None if it was replaced."""
         raise NotImplementedError
 
 
 class RunsWithPass:
-    """What runs in step with a forward pass."""
+    """An object that runs in step with a forward pass."""
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         raise NotImplementedError
 
 
 class Generation:
-    """One generation: how many steps it has done, from which prompt.
+    """A generation: the number of finished steps, and the prompt.
 
     Attributes:
-        step: 0 for the prompt, 1 for the first token that was generated, and so on.
-        prompt: how many tokens the prompt has, padding included; None where that is not known.
-        rows: how the rows of its prompt lie; None: they are one, without padding.
-        of_decoder: it is the decoder's sequence that grows.
-        in_order: each step processes the tokens that the sequence has gained, or all of them.
-        processed: how many tokens of the sequence are processed after the present pass, where `step` does not say.
-        readings: what probes read in its passes, by their names.
+        step: 0 for the prompt, 1 for the first generated token, and so on.
+        prompt: the number of tokens in the prompt, including padding; None if unknown.
+        rows: the layout of the prompt's rows; None for a single row without padding.
+        of_decoder: whether the growing sequence is the decoder's.
+        in_order: whether each step processes the newly added tokens, or the whole sequence.
+        processed: the number of tokens processed after the current pass, if it does not follow from
+            `step`.
+        readings: the readings of probes in its passes, by name.
+        endings: the tokens that end a row.
+        ended: which rows one of them has ended, ``[row]``; what follows there is padding. None: it
+            is at the prompt, or no token ends a row.
     """
 
-    __slots__ = ("in_order", "of_decoder", "processed", "prompt", "readings", "rows", "step")
+    __slots__ = (
+        "ended",
+        "endings",
+        "in_order",
+        "of_decoder",
+        "processed",
+        "prompt",
+        "readings",
+        "rows",
+        "step",
+    )
 
     def __init__(
         self,
@@ -156,22 +194,38 @@ class Generation:
         in_order: bool = True,
     ) -> None:
         self.step = 0
-        self.prompt, self.rows, self.of_decoder, self.in_order = prompt, rows, of_decoder, in_order
+        self.prompt = prompt
+        self.rows = rows
+        self.of_decoder = of_decoder
+        self.in_order = in_order
         self.processed: int | None = None
         self.readings: dict[str, Any] = {}
+        self.endings: list[int] = []
+        self.ended: Tensor | None = None
+
+    def note_endings(self, newest: Tensor) -> None:
+        """Note which rows have ended.
+
+        Args:
+            newest: the token that each row has gained, ``[row]``.
+        """
+        if self.endings:
+            now = torch.isin(newest, torch.tensor(self.endings, device=newest.device))
+            self.ended = now if self.ended is None else self.ended | now
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the sequence are processed after the present pass, padding included."""
+        """Return the number of tokens processed after the current pass, including padding."""
         return (self.prompt or 0) + self.step if self.processed is None else self.processed
 
 
 class PassMemory:
-    """What a forward pass remembers, in a run or in a program.
+    """The memory of a forward pass, in a run or in a program.
 
     Attributes:
-        written: what was written at points that others follow, by their names (see `Point.linked`).
-        bodies: what runs in step with it, by what made it (see `RunsWithPass`).
+        written: the values written at points that have linked points, by name (see `Point.linked`).
+        bodies: the trace bodies that run in step with it, by the objects that created them (see
+            `RunsWithPass`).
     """
 
     __slots__ = ("bodies", "written")
@@ -181,58 +235,83 @@ class PassMemory:
         self.bodies: dict[object, RunsWithPass] = {}
 
     def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
-        """What passed a site: the module called there, and the tensor; None where nothing did."""
+        """Return the tensor at a site in this pass, and the module called there; None if the site
+        has not run.
+        """
         raise NotImplementedError
 
 
 class Pass:
-    """A forward pass as hook points meet it: that of a run, or that of a program."""
+    """A forward pass as hook points see it: a run's, or a program's."""
 
     __slots__ = ()
 
     @property
     def run(self) -> PassMemory | None:
-        """What it remembers; None where the code does not run in a pass."""
+        """Return the memory of the pass; None outside of one."""
         raise NotImplementedError
 
     def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
-        """Shows an activation to a listener that only looks."""
+        """Show an activation to a read-only listener."""
         listener.fn(act, hook=point)
 
-    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
-        """What a user's function returns for a copy of an activation."""
+    def call_user_function(self, listener: Listener, argument: Tensor, point: NamedPoint) -> Any:
+        """Call a user's function on a copy of an activation."""
         raise NotImplementedError
 
 
 class ForwardPass(PassMemory):
-    """What the forward pass of a run remembers. It ends with the pass, and holds no tensor afterwards.
+    """The memory of a run's forward pass. It is cleared when the pass ends.
 
     Attributes:
-        opened_by: the module whose call began it; None where a run of the bridge did.
-        outside: the generation in one of whose hooks that call was made.
-        frame: of that call.
-        sources: what was seen at sites that other hook points need: the module called there, and the tensor.
-        separate: for each reader of a norm that is given a copy of its own, that copy (see `Point.separate_consumers`).
+        opened_by: the module whose call began it; None if a run of the bridge did.
+        outside: the generation in one of whose hooks that call was made, if any.
+        frame: the frame of that call.
+        sources: the tensors at sites that other hook points need, with the modules called there.
+        separate: the copies for separate readers of a norm, by reader (see
+            `Point.separate_consumers`).
         start_at: the first block that runs; points before it stay silent.
-        skipped: the blocks that are passed over.
-        embeddings: the module of the token embeddings, and what was given in place of its output; None: it runs.
-        entering: for a block, the residual stream that is handed on or put in, in place of what the model has; for a
-            module that a trace skips, what it returns.
-        gradients: gradients were on when it began, or may have been outside of a checkpointed call of the model.
-        calls: how often modules began that run several times, of which hook points tell the calls apart.
-        past: it goes on from the keys and values of an earlier one.
-        rows: how the rows of its batch lie; None where nobody asked.
-        readings: what probes read in it, by their names.
+        skipped: the blocks that are skipped.
+        embeddings: the module of the token embeddings, and the replacement of its output; None: no
+            replacement.
+        entering: for a block, a residual stream that replaces its input; for a module that a trace
+            skips, its return value.
+        fronts: for a module's input, the tensor before the forward pre-hooks of others, with its
+            version and the activations there; for a hook point, the tensor after these hooks and
+            the activation before them, whose gradient is requested.
+        gradients: whether gradients were enabled when it began, or may have been enabled outside a
+            checkpointed call of the model.
+        calls: the number of calls so far of modules that run several times and whose calls have
+            separate hook points.
+        past: the number of tokens of an earlier pass whose keys and values it continues.
+        rows: the layout of the rows of its batch; None if it was not needed.
+        readings: the readings of probes in this pass, by name.
     """
 
     __slots__ = (
-        "calls", "embeddings", "entering", "frame", "gradients", "opened_by", "outside", "past", "readings", "rows",
-        "separate", "skipped", "sources", "start_at",
-    )  # fmt: skip
+        "calls",
+        "embeddings",
+        "entering",
+        "frame",
+        "fronts",
+        "gradients",
+        "opened_by",
+        "outside",
+        "past",
+        "readings",
+        "rows",
+        "separate",
+        "skipped",
+        "sources",
+        "start_at",
+    )
 
-    def __init__(self, opened_by: nn.Module | None = None, outside: Generation | None = None) -> None:
+    def __init__(
+        self, opened_by: nn.Module | None = None, outside: Generation | None = None
+    ) -> None:
         super().__init__()
-        self.opened_by, self.outside = opened_by, outside
+        self.opened_by = opened_by
+        self.outside = outside
         self.frame: FrameType | None = None
         self.gradients = opened_by is not None or torch.is_grad_enabled()
         self.start_at: int | None = None
@@ -240,85 +319,92 @@ class ForwardPass(PassMemory):
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
         self.separate: dict[str, Tensor] = {}
         self.entering: dict[nn.Module, object] = {}
+        self.fronts: dict[object, Any] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None
         self.calls: dict[nn.Module, int] = {}
-        self.past = False
+        self.past = 0
         self.rows: BatchRows | None = None
         self.readings: dict[str, Any] = {}
 
     def end(self) -> None:
-        """Lets go of every tensor."""
+        """Release every tensor."""
         while self.bodies:
             self.bodies.popitem()[1].end()
         for kept in (self.sources, self.written, self.separate, self.entering, self.readings):
             kept.clear()
+        self.fronts.clear()
         self.calls.clear()
         self.skipped = frozenset()
         self.embeddings = self.rows = self.frame = None
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row of its batch has padding."""
-        return self.rows is not None and not all(bool(mask.all()) for mask in self.rows.masks.values())
+        """Tell whether a row of the batch is padded."""
+        return self.rows is not None and not all(
+            bool(mask.all()) for mask in self.rows.masks.values()
+        )
 
     @property
     def is_left(self) -> bool:
-        """Whether the call that began it is over, and nothing has ended it: after an interrupt, or where another thread
-        took away what would have."""
+        """Tell whether the pass was abandoned: its call is over, but nothing ended it."""
         if self.frame is None:
             return False
         try:
-            self.frame.clear()  # which only a frame can be that does not run any more
+            self.frame.clear()  # only the frame of a call that has ended has this property
         except RuntimeError:
             return False
         return True
 
     def is_call(self, module: nn.Module, number: int) -> bool:
-        """Whether the call of a module that is under way, or has just ended, is the one with a number."""
+        """Tell whether the current or most recent call of a module has the given number."""
         return self.calls.get(module, 0) == number + 1
 
     def take_arguments(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        """Notes what a model is given in place of the output of its token embeddings, what is padding, if it goes on.
+        """Record a pass's arguments: the input embeddings, the padding mask, and the past.
 
         Args:
             model: the model.
             kwargs: the arguments of its call.
         """
         past = past_of(kwargs)
-        self.past = past is not None and bool(past.get_seq_length())
+        self.past = 0 if past is None else int(past.get_seq_length() or 0)
         self.rows = BatchRows(model, kwargs)
-        given = kwargs.get("inputs_embeds")
-        embedding = token_embedding(model) if isinstance(given, Tensor) else None
-        if isinstance(given, Tensor) and embedding is not None:
-            self.embeddings = embedding, given
+        embeddings = kwargs.get("inputs_embeds")
+        if isinstance(embeddings, Tensor):
+            module = token_embedding(model)
+            if module is not None:
+                self.embeddings = module, embeddings
 
     def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
-        """What passed a site: the module called there, and the tensor; None where nothing did.
+        """Return the tensor at a site in this pass, and the module called there; None if the site
+        has not run.
 
-        Embeddings that were given in place of tokens passed where the model's own would have.
+        If input embeddings were passed, they count as the output of the model's own embeddings.
         """
-        seen = self.sources.get(source)
-        if seen is None and self.embeddings is not None and source.site.kind == "output":
+        passed = self.sources.get(source)
+        if passed is None and self.embeddings is not None and source.site.kind == "output":
             return self.embeddings if source.module is self.embeddings[0] else None
-        return seen
+        return passed
 
 
-#: What is seen where no scope is open: the hooks that were added.
+#: The default scope: the added hooks.
 _ADDED_HOOKS: frozenset[Scope | None] = frozenset({None})
 _NO_SCOPES: frozenset[Scope | None] = frozenset()
 
 
 class RunContext(Pass):
-    """What code that runs here sees.
+    """The context of a run, as seen by code that runs in it.
 
     Args:
-        shared: the scopes that are open: every run that starts here sees their hooks. None among them stands for the
-            hooks that were added, and belong to no scope.
-        own: the scopes of the present run alone, such as its cache; outside of a run, of the next one.
-        run: what the present forward pass remembers; None outside of any.
-        generation: the generation that this is part of.
-        inherited: in a user's hook function, those scopes that were open for the run that called it.
-        caller: likewise, what that run remembers: the function may hand its activation to an operation.
+        shared: the open scopes, whose hooks every run that starts here sees. The entry None
+            represents added hooks, which belong to no scope.
+        own: scopes that only the current run sees, such as its cache; outside a run, the next run.
+        run: the memory of the current forward pass; None outside of one.
+        generation: the generation that the run is part of.
+        inherited: in a user's hook function, the scopes of `shared` that were open for the calling
+            run.
+        caller: in a user's hook function, the memory of the calling run, which is needed if the
+            function passes its activation to an operation.
 
     Attributes:
         visible: `shared` and `own`.
@@ -337,44 +423,54 @@ class RunContext(Pass):
         inherited: frozenset[Scope | None] = _NO_SCOPES,
         caller: ForwardPass | None = None,
     ) -> None:
-        self.inherited, self.caller = inherited, caller
-        self.shared, self.own, self.run, self.generation = shared, own, run, generation
+        self.shared = shared
+        self.own = own
+        self.run = run
+        self.generation = generation
+        self.inherited = inherited
+        self.caller = caller
         self.visible = shared | own if own else shared
         self._outside: RunContext | None = None
 
     def with_shared(self, shared: frozenset[Scope | None]) -> RunContext:
-        """The same with other scopes open."""
+        """Return a copy of the context with other scopes open."""
         return RunContext(shared, self.own, self.run, self.generation, self.inherited, self.caller)
 
-    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
-        """Calls a user's function outside of the run, since what it computes is not the model's. This context is that
-        of the present code.
+    def call_user_function(self, listener: Listener, argument: Tensor, point: NamedPoint) -> Any:
+        """Call a user's function outside of the run: its computation does not belong to the
+        model.
         """
         if not listener.in_run:
             CURRENT.set(self.outside_the_run())
         try:
-            return listener.fn(given, hook=point)
+            return listener.fn(argument, hook=point)
         except TypeError as error:
             if _takes_hook(listener.fn):
                 raise
             name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
             raise TypeError(
-                f"the hook {name} at {point.name} takes {inspect.signature(listener.fn)}, but it is called as "
-                "fn(activation, hook=point): give it a second parameter named `hook`"
+                f"the hook {name} at {point.name} takes {inspect.signature(listener.fn)}, but it is"
+                " called as fn(activation, hook=point): give it a second parameter named `hook`"
             ) from error
         finally:
             CURRENT.set(self)
 
     def outside_the_run(self) -> RunContext:
-        """What a user's hook function runs in: the scopes that are open, and nothing of the run that called it."""
+        """Return the context of a user's hook function: the open scopes, without the calling
+        run.
+        """
         if self.run is None and not self.own:
             return self
         if self._outside is None:
-            self._outside = RunContext(self.shared, _NO_SCOPES, None, self.generation, self.shared, self.run)
+            self._outside = RunContext(
+                self.shared, _NO_SCOPES, None, self.generation, self.shared, self.run
+            )
         return self._outside
 
     def after_the_run(self) -> RunContext:
-        """What a function of gradients runs in, when the run may be over: what is known of its rows stays."""
+        """Return the context of a gradient function, which may be called after the run has
+        ended.
+        """
         if self.run is None:
             return self.outside_the_run()
         kept = ForwardPass()
@@ -383,12 +479,12 @@ class RunContext(Pass):
 
 
 def _takes_hook(fn: Callable[..., Any]) -> bool:
-    """Whether a function can be called with an activation and ``hook=``; True where that cannot be known."""
+    """Tell whether a function accepts an activation and ``hook=``; True if unknown."""
     try:
         inspect.signature(fn).bind(None, hook=None)
     except TypeError:
         return False
-    except ValueError:  # a function of C without a signature
+    except ValueError:  # a C function without a signature
         return True
     return True
 
@@ -398,7 +494,7 @@ CURRENT: ContextVar[RunContext] = ContextVar("transformer_bridge_run", default=R
 
 
 def pass_under_way() -> ForwardPass | None:
-    """The pass that is under way in this context; None outside of one, also where one was left behind."""
+    """Return the current pass in this context; None outside of one, or if it was abandoned."""
     run = CURRENT.get().run
     return None if run is None or run.is_left else run
 
@@ -407,11 +503,12 @@ T = TypeVar("T")
 
 
 class setting(Generic[T]):
-    """Sets a context variable inside a ``with`` statement. (A generator would take three times as long, in every run.)
+    """A context manager that sets a context variable. (A generator would take three times as long,
+    in every run.)
 
     Args:
-        variable: such as `CURRENT`.
-        value: what it is meanwhile.
+        variable: the variable, such as `CURRENT`.
+        value: its value inside the ``with`` statement.
     """
 
     __slots__ = ("_before", "_value", "_variable")
@@ -428,40 +525,46 @@ class setting(Generic[T]):
 
 
 def without_hooks() -> setting[RunContext]:
-    """A ``with`` statement in which no hook sees the model run."""
+    """Disable all hooks in a ``with`` statement."""
     return setting(CURRENT, RunContext(frozenset()))
 
 
 @contextmanager
 def open_scope(scope: Scope) -> Iterator[Scope]:
-    """Lets every run inside a ``with`` statement see the hooks of a scope."""
+    """Make the hooks of a scope visible to every run inside a ``with`` statement."""
     before = CURRENT.get()
     CURRENT.set(before.with_shared(before.shared | {scope}))
     try:
         yield scope
     finally:
-        # Not simply what was there before: several may be open, and end in any order.
+        # Do not restore the previous value: several may be open, and close in any order.
         now = CURRENT.get()
         if scope in now.shared:
             CURRENT.set(now.with_shared(now.shared - {scope}))
 
 
 def of_the_next_run(scope: Scope) -> setting[RunContext]:
-    """Lets the run that starts inside a ``with`` statement see a scope, and no run that its hooks start."""
+    """Make a scope visible to the run that starts inside a ``with`` statement, but not to runs
+    started by its hooks.
+    """
     before = CURRENT.get()
     own: frozenset[Scope | None] = frozenset((scope,))
-    return setting(CURRENT, RunContext(before.shared, own, None, before.generation, before.inherited))
+    return setting(
+        CURRENT, RunContext(before.shared, own, None, before.generation, before.inherited)
+    )
 
 
 class forward_pass(setting[RunContext]):
-    """A run of its own: it sees the hooks that are open, and nothing of a run in whose hooks it was started.
+    """A context manager for a separate run: it sees the open hooks, but not the run of the calling
+    hook.
 
     Args:
-        generation: the generation that it is; None: a run of its own, also where a hook of a generation starts it.
-        scope: what it alone sees; by default that of the next run.
+        generation: the generation that the run belongs to; None: a separate run, even if a hook in
+            a generation starts it.
+        scope: a scope that only this run sees; by default, the one prepared by `of_the_next_run`.
 
     Attributes:
-        run: what it remembers, which ends with it.
+        run: its memory, which is cleared at the end.
     """
 
     __slots__ = ("run",)
@@ -469,47 +572,58 @@ class forward_pass(setting[RunContext]):
     def __init__(self, generation: Generation | None = None, scope: Scope | None = None) -> None:
         before = CURRENT.get()
         run = self.run = ForwardPass()
-        own = frozenset((scope,)) if scope is not None else before.own if before.run is None else _NO_SCOPES
+        own = _NO_SCOPES
+        if scope is not None:
+            own = frozenset((scope,))
+        elif before.run is None:
+            own = before.own
         self._variable, self._value = CURRENT, RunContext(before.shared, own, run, generation)
 
     def __exit__(self, *error: object) -> None:
+        for scope in self._value.own:
+            if scope is not None:
+                scope.rows = self.run.rows
         self.run.end()
         CURRENT.set(self._before)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which traces are open in the present context, for the parts of a bridge that show what a trace sees.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The open traces of the present context, for the parts of a bridge that show a trace's activations.
+# --------------------------------------------------------------------------------------------------
 
 
 class OpenTrace:
-    """A trace, as the parts of a bridge ask it."""
+    """A trace, as the parts of the bridge use it."""
 
     def seen_of_part(self, part: str, what: str) -> Any:
-        """What a part of the bridge is given or returns.
+        """Return the input or output of a part of the bridge.
 
         Args:
-            part: such as ``blocks.3``.
-            what: ``output`` or ``input``, the tensor; ``outputs`` or ``inputs``, all that its module returns, or is
-                called with.
+            part: the part, such as ``blocks.3``.
+            what: ``output`` or ``input``, the tensor; ``outputs`` or ``inputs``, everything that
+                its module returns, or is called with.
         """
         raise NotImplementedError
 
     def set_for_part(self, part: str, what: str, value: Any) -> None:
-        """Replaces it."""
+        """Replace the input or output of a part of the bridge."""
         raise NotImplementedError
 
     def pass_of(self, point: NamedPoint) -> tuple[ForwardPass | None, Generation | None] | None:
-        """The pass, and the generation, whose activations it shows; None: the hook point is of another bridge."""
+        """Return the pass and generation that the trace shows; None if the hook point is another
+        bridge's.
+        """
         raise NotImplementedError
 
 
-#: The open traces, each with the names of its bridge, which tell bridges apart.
-_OPEN: ContextVar[tuple[tuple[object, OpenTrace], ...]] = ContextVar("transformer_bridge_traces", default=())
+#: The open traces, each with the names object of its bridge, which identifies the bridge.
+_OPEN: ContextVar[tuple[tuple[object, OpenTrace], ...]] = ContextVar(
+    "transformer_bridge_traces", default=()
+)
 
 
 def opened(names: object, trace: OpenTrace) -> None:
-    """Says that a trace is open.
+    """Register an open trace.
 
     Args:
         names: the names of its bridge.
@@ -519,116 +633,63 @@ def opened(names: object, trace: OpenTrace) -> None:
 
 
 def closed(trace: OpenTrace) -> None:
-    """Says that it is open no more.
+    """Unregister a trace that was closed.
 
     Args:
         trace: the trace.
     """
-    # Not simply what was there before: several may be open, and end in any order.
+    # Do not restore the previous value: several may be open, and close in any order.
     _OPEN.set(tuple([entry for entry in _OPEN.get() if entry[1] is not trace]))
 
 
-def trace_of(names: object, asked: str) -> OpenTrace:
-    """The trace that is open on a bridge.
+def trace_of(names: object, request: str) -> OpenTrace:
+    """Return the open trace of a bridge.
 
     Args:
         names: the names of the bridge.
-        asked: what was asked for, for the error.
+        request: the requested value, for the error.
 
     Raises:
         RuntimeError: none is open, or several are.
     """
-    found = [trace for owner, trace in _OPEN.get() if owner is names]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    traces = [trace for owner, trace in _OPEN.get() if owner is names]
+    if len(traces) == 1:
+        return traces[0]
+    if not traces:
         raise RuntimeError(
-            f"{asked} is there inside a trace only: with bridge.trace(prompt) as run: ... (a cache of a whole run has "
-            "activations by the names of their hook points)"
+            f"{request} is there inside a trace only: with bridge.trace(prompt) as run: ... (a"
+            " cache of a whole run has activations by the names of their hook points)"
         )
     raise RuntimeError(
-        f"{asked} does not say which of the {len(found)} traces that are open on this bridge is meant: "
-        'ask the trace itself, run["blocks.0.hook_resid_post"]'
+        f"{request} does not say which of the {len(traces)} traces that are open on this bridge is"
+        ' meant: ask the trace itself, run["blocks.0.hook_resid_post"]'
     )
 
 
 def pass_of(point: NamedPoint) -> tuple[ForwardPass | None, Generation | None]:
-    """The pass that an activation is of, and the generation that it is a step of, as far as they are known here.
+    """Return the pass of an activation, and its generation, if known here.
 
-    That is the pass under way; in a user's hook function, that which called it; in the body of a trace, the trace's.
+    This is the current pass; in a user's hook function, the calling pass; in the body of a trace,
+    the trace's pass.
 
     Args:
-        point: where the activation is seen.
+        point: the hook point of the activation.
 
     Raises:
-        RuntimeError: several traces are open that show this hook point, and their tokens are not counted alike.
+        RuntimeError: several open traces show this hook point, and they count tokens differently.
     """
     here = CURRENT.get()
     run = pass_under_way() or here.caller
     if run is not None or here.generation is not None:
         return run, here.generation
-    found = [seen for _, trace in _OPEN.get() if (seen := trace.pass_of(point)) is not None]
-    if len(found) > 1 and any(made is not None or (run is not None and run.is_padded) for run, made in found):
+    passes = [shown for _, trace in _OPEN.get() if (shown := trace.pass_of(point)) is not None]
+    is_ambiguous = len(passes) > 1 and any(
+        generation is not None or (run is not None and run.is_padded) for run, generation in passes
+    )
+    if is_ambiguous:
         raise RuntimeError(
-            f"{len(found)} traces are open that show {point.name}, and which of them an activation is of is not known, "
-            "so neither is where its tokens stand: open one, or trace the rows without padding"
+            f"{len(passes)} traces are open that show {point.name}, and which of them an activation"
+            " is of is not known, so neither is where its tokens stand: open one, or trace the"
+            " rows without padding"
         )
-    return found[-1] if found else (None, None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Parts of a model that backward computes again: hooks there must be known to come along.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def recomputation_frame(function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function that has its hooks with it whenever it is called again: a whole run, a block that brings them.
-
-    Args:
-        function: the function.
-        args, kwargs: with what.
-    """
-    return function(*args, **kwargs)
-
-
-def refuse_unknown_recomputation(name: str) -> None:
-    """Refuses to change an activation, or to listen to its gradient, in a part of the model that is checkpointed.
-
-    What backward computes again there would be computed without the hook, when its run is over.
-
-    Args:
-        name: of the hook point.
-
-    Raises:
-        RuntimeError: it lies within `torch.utils.checkpoint.checkpoint` that is not the model's own.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is _KNOWN:
-            return
-        if code is _CHECKPOINT:
-            raise RuntimeError(
-                f"{name} lies in a part of the model that torch.utils.checkpoint computes again in backward, and "
-                "nothing would bring its hook along: the gradients would be those of another function. Checkpoint with "
-                "the model's own gradient_checkpointing_enable(), or switch checkpointing off in runs with hooks"
-            )
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def refuse_older_checkpointing() -> None:
-    """Refuses to listen to a gradient in a checkpointed block of a transformers that is too old for it.
-
-    Raises:
-        VersionError: it is before 5.23.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CHECKPOINT:
-            check_checkpointed_gradients()
-            return
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-_KNOWN: CodeType = inspect.unwrap(recomputation_frame).__code__
-_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
+    return passes[-1] if passes else (None, None)

@@ -1,31 +1,35 @@
 """`HookPoint`: a named place in a model where functions can read and change an activation.
 
-What comes in is the tensor at a site, as the model made it, and the call of the module that it belongs to. What goes
-out is the tensor with which the model goes on: the same object where nobody changed anything, so that a point to
-which nobody listens costs nothing and changes no number.
+Input: the tensor at a site, as the model computed it, and the module's call. Output: the tensor
+with which the model continues. It is the same object if nothing was changed, so a hook point
+without listeners has no cost and changes no number.
 
-In between, for a point that somebody listens to, in this order (`HookPoint.edited`, which runs and programs share):
+With listeners, these steps follow (`HookPoint.edited`, shared by runs and programs):
 
-1. *Who sees it.* A listener belongs to a scope, or to none, and the present context says which scopes are open
-   (`bridge.hooks.context`). Those that the present code does not see are passed over.
-2. *See.* The point's view makes the activation of the tensor (`View.get`): heads apart, a part of a fused projection.
-   Whoever only looks, such as a cache, is given that, outside of the graph, and that is all (`_read`).
-3. *Ask.* Each function is given a copy of its own, so that nothing which somebody holds can change under it, and runs
-   outside of the pass: what it computes is not the model's. What it returns must be able to take the activation's
-   place (`checked`); where it returns nothing, the copy takes it if it was written to, or if somebody can ask for its
-   gradient (`replaces_activation`).
-4. *Write back*, where anything changed: `View.put`. Points that follow this one learn what was written
-   (`LeaderEdit`).
-5. *Gradients* are asked of the very tensor that the model goes on with, so that what a backward hook sees is the
-   slope of an edit there (`listen_backward`).
+1. *Scope.* A listener belongs to a scope, or to none, and the present context holds the open scopes
+   (`bridge.hooks.context`). Other listeners are skipped.
+2. *View.* The point's view converts the tensor to the activation (`View.get`): it separates heads,
+   or selects a part of a fused projection. A read-only listener, such as a cache, is given that,
+   outside of the graph (`_read`).
+3. *Call.* Each function is given its own copy, so that no tensor that other code holds changes, and
+   runs outside of the pass: its computation does not belong to the model. Its result must be able
+   to replace the activation (`checked`). If it returns None, the copy replaces the activation if it
+   was written to, or if its gradient can be requested (`replaces_activation`).
+4. *Write back*, after a change: `View.put`. The points that follow this one are given the written
+   value (`LeaderEdit`).
+5. *Gradients* are taken at the tensor with which the model continues, so a backward hook sees the
+   derivative with respect to an edit here (`listen_backward`). Where a forward pre-hook of the
+   user's stands before the point and keeps the values, it is a part of the model: the gradient is
+   that of the model's own tensor, which is zero if the pre-hook stops it.
 
-Which of the three ways is taken (only looking, editing, editing with gradients) is chosen when listeners come and go,
-not when the model runs. Listeners are attached by an `AttachesListeners`: that of a model, `Wiring`, also puts the
-torch hook behind the point.
+The path (reading, editing, or editing with gradients) is chosen when listeners are added or
+removed, not when the model runs. An `AttachesListeners` attaches listeners: that of a model,
+`Wiring`, also attaches the torch hook.
 
-Refused: what is no tensor, or of another shape, device or kind of number; a hook in a part of the model that backward
-computes again without it. Not known here: torch hooks and modules, where a site is, what processes share, which
-family of models it is. A view and a site's tensor are all that a point meets.
+Errors: results that are not tensors, or differ in shape, device or kind of dtype; hooks in a part
+of the model that backward recomputes without them. This file does not depend on torch hooks,
+modules, the location of sites, processes or model families: a hook point only knows its view and
+the tensor at its site.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from sys import getrefcount
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -45,31 +50,30 @@ from torch.autograd.graph import saved_tensors_hooks
 from adapters.imports import is_compiling
 from adapters.points import LinkedPoint, Point
 from adapters.views import Call, Deferred, View
+from adapters.views.values import is_readable, same_bits
+from adapters.views.views import NO_CALL
 from bridge.hooks.context import (
     CURRENT,
+    ForwardPass,
     HookFunction,
     Kind,
     Listener,
     NamedPoint,
     Pass,
     PassMemory,
+    RunContext,
     Scope,
     SourceSite,
-    refuse_older_checkpointing,
-    refuse_unknown_recomputation,
     setting,
 )
-from bridge.hooks.modules import itself
 from bridge.hooks.parts import TouchesPart
+from bridge.hooks.recomputation import refuse_older_checkpointing, refuse_unknown_recomputation
+from bridge.modules import Finder, itself
 
 __all__ = ["HookPoint"]
 
 
 T = TypeVar("T")
-
-
-#: Calls what makes something of a gradient, and compares that over processes.
-Compared = Callable[[Callable[[], Any], Tensor], Any]
 
 
 class HookPoint(NamedPoint):
@@ -79,14 +83,14 @@ class HookPoint(NamedPoint):
         name: the canonical name, such as ``blocks.3.attn.hook_z``.
         ctx: a dictionary for the user's hook functions to keep state in.
         point: the adapter's declaration: its axes, aliases, site and view.
-        one_tensor: where gradients are computed, all functions are shown one tensor, as in HookedTransformer: what a
-            later one writes into it, or asks of its gradient, an earlier one that holds it sees. What a cache has
-            kept stays all the same.
+        one_tensor: if gradients are computed, pass the same tensor to all functions, as
+            HookedTransformer does: an earlier function that keeps it sees later writes and calls of
+            `retain_grad`. Cached tensors do not change.
     """
 
     one_tensor: ClassVar[bool] = False
 
-    __slots__ = ("_attaches", "_path", "ctx", "listeners", "order", "sources", "view")
+    __slots__ = ("_attaches", "_path", "ctx", "listeners", "order", "sources", "view", "weights")
 
     def __init__(self, point: Point, order: int, attaches: AttachesListeners) -> None:
         self.name = point.name
@@ -97,6 +101,8 @@ class HookPoint(NamedPoint):
         self.listeners: tuple[Listener, ...] = ()
         #: The torch hooks at the sites whose tensors the view needs.
         self.sources: tuple[SourceSite, ...] = ()
+        #: Finds the module whose weights its activation is computed with; None outside of a model.
+        self.weights: Finder | None = None
         self._attaches = attaches
         self._path: Callable[[HookPoint, Tensor, Call, bool, View], Tensor] = HookPoint._read
 
@@ -106,32 +112,41 @@ class HookPoint(NamedPoint):
 
     @property
     def fwd_hooks(self) -> list[Handle]:
-        """The functions that were added to it, by their handles."""
+        """Return the forward hook functions of this hook point, by their handles."""
         return self._handles("fwd")
 
     @property
     def bwd_hooks(self) -> list[Handle]:
-        """The functions of gradients that were added to it, by their handles."""
+        """Return the backward hook functions of this hook point, by their handles."""
         return self._handles("bwd")
 
     def _handles(self, kind: Kind) -> list[Handle]:
-        return [Handle(self, listener, self._attaches) for listener in self.listeners if listener.kind == kind]
+        return [
+            Handle(self, listener, self._attaches)
+            for listener in self.listeners
+            if listener.kind == kind
+        ]
 
-    # Runs of other threads come by at every moment: no listener of theirs may be missing at any, and what is done with
-    # an activation has to fit all listeners that may be met. So that comes first, and goes last.
+    # Other threads may run concurrently, so a listener must never be missing, not even briefly. The
+    # path must handle every listener that a thread may meet: switch it before adding one, and after
+    # removing one.
 
     def add_listener(self, listener: Listener, prepend: bool = False) -> None:
-        """Adds a listener, and chooses what is done with an activation while it is there."""
+        """Add a listener, and choose how the hook point handles activations while it is
+        attached.
+        """
         self._path = self._path_for((listener, *self.listeners))
         self.listeners = (listener, *self.listeners) if prepend else (*self.listeners, listener)
 
-    def keep_listeners(self, left: Iterable[Listener]) -> None:
-        """Takes all listeners away but these."""
-        self.listeners = tuple(left)
+    def keep_listeners(self, kept: Iterable[Listener]) -> None:
+        """Remove all listeners but the given ones."""
+        self.listeners = tuple(kept)
         self._path = self._path_for(self.listeners)
 
     @staticmethod
-    def _path_for(listeners: tuple[Listener, ...]) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
+    def _path_for(
+        listeners: tuple[Listener, ...],
+    ) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
         path = HookPoint._read
         for listener in listeners:
             if listener.kind in ("bwd", "edge"):
@@ -141,7 +156,7 @@ class HookPoint(NamedPoint):
         return path
 
     def layer(self) -> int:
-        """The index of the block that the hook point belongs to.
+        """Return the index of the block that the hook point belongs to.
 
         Raises:
             ValueError: it belongs to no block.
@@ -164,38 +179,43 @@ class HookPoint(NamedPoint):
         level: int | None = None,
         prepend: bool = False,
     ) -> Handle:
-        """Adds a function that sees, and may change, the activation in every run, of any thread, until it is removed.
+        """Add a function that reads, and may change, the activation in every run of every thread.
 
         Args:
-            hook: called as ``hook(activation, hook=point)`` with the activation (or, with ``dir="bwd"``, its gradient).
-                It may return a new tensor of the same shape, or change the given one in place, or neither.
+            hook: called as ``hook(activation, hook=point)`` with the activation (or, with
+                ``dir="bwd"``, its gradient). It may return a new tensor of the same shape, or
+                change the given one in place, or neither.
             dir: ``"fwd"`` or ``"bwd"``.
             is_permanent: only `reset_hooks` with ``including_permanent=True`` removes it.
-            level: a number that `reset_hooks` can be told to remove alone.
-            prepend: run it before the functions that are already there.
+            level: a number by which `reset_hooks` can remove only these hooks.
+            prepend: run it before functions that were added earlier.
 
         Returns:
             A handle with `remove()`.
 
         Raises:
-            ValueError: `dir` is neither ``"fwd"`` nor ``"bwd"``.
-            ValueError: or the function does not fit the activation here.
+            ValueError: `dir` is neither ``"fwd"`` nor ``"bwd"``, or the function does not fit the
+                activation.
             TypeError: `hook` cannot be called.
 
         Example:
             >>> from bridge import TransformerBridge
             >>> bridge = TransformerBridge.boot_embedded()
-            >>> handle = bridge.blocks[0].hook_mlp_out.add_hook(lambda activation, hook: activation * 0)
+            >>> handle = bridge.blocks[0].hook_mlp_out.add_hook(
+            ...     lambda activation, hook: activation * 0
+            ... )
             >>> handle.remove()
         """
         if dir not in ("fwd", "bwd"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd" or "bwd"')
-        listener = Listener(cast(Kind, dir), checked_function(self, hook), None, is_permanent, level)
+        listener = Listener(
+            cast(Kind, dir), checked_function(self, hook), None, is_permanent, level
+        )
         self._attaches.add(self, listener, prepend)
         return Handle(self, listener, self._attaches)
 
     def add_perma_hook(self, hook: HookFunction, dir: str = "fwd") -> Handle:
-        """Adds a hook that `reset_hooks` leaves alone unless told otherwise.
+        """Add a hook that `reset_hooks` keeps by default.
 
         Args:
             hook, dir: as for `add_hook`.
@@ -208,99 +228,108 @@ class HookPoint(NamedPoint):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Removes the hooks that were added. Those of a running ``with`` statement or cache go with it.
+        """Remove the added hooks, and those of a running ``with`` statement or cache.
 
         Args:
-            dir: which of them.
-            including_permanent: permanent ones too.
-            level: only those that were added at this level.
+            dir: ``"fwd"``, ``"bwd"`` or ``"both"``.
+            including_permanent: also remove permanent hooks.
+            level: remove only hooks that were added at this level.
 
         Raises:
-            ValueError: `dir` is none of the three.
+            ValueError: `dir` is not one of these.
         """
         if dir not in ("fwd", "bwd", "both"):
             raise ValueError(f'dir is {dir!r}; it must be "fwd", "bwd" or "both"')
         kinds = ("fwd", "bwd") if dir == "both" else (dir,)
-        gone = tuple(
+        gone = [
             listener
             for listener in self.listeners
             if listener.scope is None
             and listener.kind in kinds
             and (including_permanent or not listener.permanent)
             and (level is None or listener.level == level)
-        )
+        ]
         self._attaches.remove(self, gone)
 
     def clear_context(self) -> None:
-        """Empties `ctx`."""
+        """Clear `ctx`."""
         self.ctx = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Runs the hooks on a tensor as if the model had computed it here, and returns what they make of it."""
+        """Run the hooks on a tensor as if the model had computed it here, and return the result."""
         return self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
 
     def apply(self, x: Tensor, call: Call, copy: bool = False) -> Tensor:
-        """Shows the tensor at the site to the listeners that the present code sees.
+        """Show the tensor at the site to the listeners that are visible to the current code.
 
         Args:
             x: the tensor.
             call: the module call that it belongs to.
-            copy: the tensor will be written to afterwards, so what is kept of it has to be a copy.
+            copy: whether the tensor will be written to afterwards, so that listeners must keep a
+                copy.
 
         Returns:
-            What the tensor at the site is to be: `x` itself where nobody changed anything.
+            The tensor with which the model continues: `x` itself if nothing was changed.
         """
         return self._path(self, x, call, copy, self.view)
 
+    def is_attached_by(self, attaches: AttachesListeners) -> bool:
+        """Tell whether this registry attaches the listeners of this hook point."""
+        return self._attaches is attaches
+
     @property
     def has_visible_listeners(self) -> bool:
-        """Whether the present code sees any of its listeners."""
+        """Tell whether any of its listeners is visible to the current code."""
         visible = CURRENT.get().visible
         return any(listener.scope in visible for listener in self.listeners)
 
     def visible_listeners(self) -> list[Listener]:
-        """Its listeners that the present code sees."""
+        """Return the listeners that are visible to the current code."""
         visible = CURRENT.get().visible
         return [listener for listener in self.listeners if listener.scope in visible]
 
     def sources_seen(self) -> tuple[tuple[nn.Module, Tensor], ...]:
-        """What the present pass saw at the sites whose tensors the view needs (see `sources_in`)."""
+        """Return the tensors of the current pass that the view needs (see `sources_in`)."""
         return self.sources_in(CURRENT.get().run)
 
     def sources_in(self, run: PassMemory | None) -> tuple[tuple[nn.Module, Tensor], ...]:
-        """What a pass saw at the sites whose tensors the view needs: the module called there, the tensor.
+        """Return the tensors at the sites that the view needs, with the modules called there.
 
         Args:
-            run: what the pass remembers.
+            run: the memory of the pass.
 
         Raises:
-            RuntimeError: it did not come past them.
+            RuntimeError: the pass has not reached these sites.
         """
-        seen = [] if run is None else [run.tensor_at(source) for source in self.sources]
-        found = [source for source in seen if source is not None]
-        if len(found) < len(self.sources):
+        passed = [] if run is None else [run.tensor_at(source) for source in self.sources]
+        sources = [source for source in passed if source is not None]
+        if len(sources) < len(self.sources):
             where = ", ".join(source.site.path for source in self.sources)
             raise RuntimeError(
-                f"{self.name} is seen with the help of what passes {where}, which did not run before it: call the "
-                "whole model, not a part of it"
+                f"{self.name} is seen with the help of what passes {where}, which did not run"
+                " before it: call the whole model, not a part of it"
             )
-        return tuple(found)
+        return tuple(sources)
 
-    # One of the following three is `_path`, chosen when listeners come and go.
+    # One of the following three methods is `_path`, chosen when listeners are added or removed.
 
     def _read(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
-        """Only looks. This runs hundreds of times in a run that caches everything."""
+        """Show the activation to read-only listeners. This is a hot path when a run caches
+        everything.
+        """
         visible = CURRENT.get().visible
         for listener in self.listeners:
             if listener.scope in visible:
-                waits = listener.deferrable and not (copy or torch.is_grad_enabled() or x.is_inference())
+                waits = listener.deferrable and not (
+                    copy or torch.is_grad_enabled() or x.is_inference()
+                )
                 if view.deferrable and (waits or (listener.partial and view.by_row)):
                     listener.fn(Deferred(view, x, call, waits), hook=self)
                     continue
                 if view.identity:
                     act = x
                 elif torch.is_grad_enabled():
-                    with torch.no_grad():  # what is only looked at is no part of the graph
+                    with torch.no_grad():  # read-only activations stay out of the graph
                         act = view.get(x, call)
                 else:
                     act = view.get(x, call)
@@ -308,7 +337,7 @@ class HookPoint(NamedPoint):
         return x
 
     def _edit(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
-        """Lets the user's functions look at the activation and change it."""
+        """Let the user's functions read the activation and change it."""
         context = CURRENT.get()
         mine = [listener for listener in self.listeners if listener.scope in context.visible]
         for listener in mine:
@@ -316,111 +345,160 @@ class HookPoint(NamedPoint):
                 break
         else:
             return self._read(x, call, copy, view) if mine else x
-        if context.run is not None and context.run.gradients:
-            refuse_unknown_recomputation(self.name)
+        self._refuse_lost_hooks(context.run)
         return self.edited(x, call, context, mine, copy, view)
 
+    def _refuse_lost_hooks(self, run: ForwardPass | None) -> None:
+        """Raise an error if backward would compute this activation again without its hooks.
+
+        Raises:
+            RuntimeError: it would.
+        """
+        is_block_alone = run is None and self._attaches.of_model
+        if is_block_alone or (run is not None and run.gradients):
+            refuse_unknown_recomputation(self.name)
+
     def _edit_with_gradients(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
-        """As `_edit`, and shows the gradient at the activation that later computation uses."""
+        """Edit as `_edit` does, and show the gradient with respect to the activation that later
+        computation uses.
+        """
         context = CURRENT.get()
         mine = self.visible_listeners()
         if not wants_gradients(mine):
             return self._edit(x, call, copy, view)
-        act, changed = self._asked(mine, self._seen(x, call, copy, view), context, view)
-        if context.run is not None and context.run.gradients:
-            refuse_unknown_recomputation(self.name)
-        backward = (
-            [listener for listener in mine if listener.kind in ("bwd", "edge")] if act.is_floating_point() else []
-        )
+        seen = self._seen(x, call, copy, view)
+        act, changed = self._call_listeners(mine, seen, context, view)
+        self._refuse_lost_hooks(context.run)
+        backward: list[Listener] = []
+        if act.is_floating_point():
+            backward = [listener for listener in mine if listener.kind in ("bwd", "edge")]
         if backward:
             refuse_older_checkpointing()
-        if backward and not act.requires_grad:
-            # Nothing before this point wants a gradient (frozen weights): the graph starts here.
-            act, changed = act.detach().clone().requires_grad_(), True
-        elif backward and not changed and not (view.identity and view.writes_through):
-            # The gradient has to flow through the activation as it is seen: what others read of the tensor elsewhere an
-            # edit here would not change. Of two names of one activation, backward comes to the later one first.
-            act, changed = x.view_as(x) if view.identity else act, True
+        front = self._before_others(x, context)
+        if changed and not is_copy(act, seen):
+            front = None
+        if backward and front is None:
+            act, changed = self._in_graph(x, act, changed, view)
         x = self._put(x, act, changed, call, context, view)
+        shown = front if front is not None else x if view.identity else act
         for listener in backward:
-            listen_backward(listener, x if view.identity else act, self, self._compared)
+            listen_backward(listener, shown, self, self._attaches)
         return x
 
-    def _compared(self, make: Callable[[], Any], given: Tensor) -> Any:
-        return self._attaches.compared(make, given, self)
+    @staticmethod
+    def _in_graph(x: Tensor, act: Tensor, changed: bool, view: View) -> tuple[Tensor, bool]:
+        """Return an activation whose gradient is that of an edit, and whether to write it back."""
+        if not act.requires_grad:
+            # Nothing before this point requires a gradient (frozen weights): the graph starts here.
+            return act.detach().clone().requires_grad_(), True
+        if changed or (view.identity and view.writes_through):
+            return act, changed
+        # The gradient must flow through the activation as shown: an edit here does not affect other
+        # readers of the tensor. Of two names of one activation, backward reaches the later one
+        # first.
+        return x.view_as(x) if view.identity else act, True
 
-    # What a hook does at a site, in a run and in a program: they differ in the pass.
+    def _before_others(self, x: Tensor, context: RunContext) -> Tensor | None:
+        """Return the activation before the forward pre-hooks of others, if they left its values as
+        they are.
+        """
+        run = context.run
+        behind, front = (None, None) if run is None else run.fronts.pop(self.name, (None, None))
+        return front if behind is x else None
 
-    def edited(self, x: Tensor, call: Call, now: Pass, mine: Sequence[Listener], copy: bool, view: View) -> Tensor:
-        """What listeners make of the tensor at the site.
+    def in_front(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the activation whose gradient is asked for, and the site's tensor made of it."""
+        view = self.view
+        act, _ = self._in_graph(x, self._seen(x, NO_CALL, False, view), False, view)
+        return act, view.put(x, act, NO_CALL)
+
+    # The action of a hook at a site, in a run and in a program; only the pass differs.
+
+    def edited(
+        self, x: Tensor, call: Call, now: Pass, mine: Sequence[Listener], copy: bool, view: View
+    ) -> Tensor:
+        """Return the listeners' result for the tensor at the site.
 
         Args:
             x: the tensor.
             call: the module call that it belongs to.
             now: the pass.
             mine: the listeners, in turn.
-            copy: the tensor will be written to afterwards.
+            copy: whether the tensor will be written to afterwards.
             view: how the activation is seen.
         """
         own = call.private and len(mine) == 1 and view.identity and not torch.is_grad_enabled()
-        act, changed = self._asked(mine, self._seen(x, call, copy, view), now, view, own)
+        act, changed = self._call_listeners(mine, self._seen(x, call, copy, view), now, view, own)
         return self._put(x, act, changed, call, now, view)
 
     @staticmethod
     def _seen(x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
-        """The activation, as a copy where the site's tensor is about to be written to."""
+        """Return the activation, as a copy if the site's tensor is about to be written to."""
         act = x if view.identity else view.get(x, call)
         if act.is_sparse:
             return act.to_dense()
         return act.clone() if copy or view.writes_through else act
 
-    def _asked(
+    def _call_listeners(
         self, mine: Sequence[Listener], act: Tensor, now: Pass, view: View, own: bool = False
     ) -> tuple[Tensor, bool]:
-        """What listeners make of the activation, in turn, and whether anything came of it.
+        """Call the listeners in turn on the activation; return the result, and whether it changed.
 
-        Each function is shown a copy of its own, so that nothing that somebody holds can change under it, and the next
-        one a copy of that: what one was shown is on the way to what the next one sees. An activation that is its `own`
-        needs no copy.
+        Each function gets its own copy, so that tensors held by other code do not change. The next
+        function gets a copy of the previous result, so that gradients flow through each. An
+        activation that is the hook point's `own` needs no copy.
         """
         shown: list[Tensor] = []
         changed = kept = False
         for listener in mine:
             new: Tensor | None = None
             if listener.kind == "fwd":
-                given = act if own else copy_to_show(act, shown, self.one_tensor and not kept) if shown else act.clone()
-                act, made = self._ask(listener, given, act, now, view)
-                changed = changed or made
+                if own:
+                    argument = act
+                elif shown:
+                    argument = copy_to_show(act, shown, self.one_tensor and not kept)
+                else:
+                    argument = act.clone()
+                act, replaced = self._call_function(listener, argument, act, now, view)
+                changed = changed or replaced
                 if shown:
-                    keep_gradients_of_all(given, shown)
-                shown.append(given)
+                    keep_gradients_of_all(argument, shown)
+                shown.append(argument)
             elif listener.kind == "read":
                 now.show(listener, act, self)
                 kept = True
             elif listener.kind == "follow":
-                # One that is shown a part puts it back where it stood: into a copy.
-                new = listener.fn(act.clone() if isinstance(listener.fn, TouchesPart) else act, hook=self)
+                # A listener to a part writes its result back, into a copy.
+                copied = act.clone() if isinstance(listener.fn, TouchesPart) else act
+                new = listener.fn(copied, hook=self)
             elif listener.kind == "leader":
                 new = listener.fn(now.run)
             if new is not None:
                 act, changed = new, True
         return act, changed
 
-    def _ask(self, listener: Listener, given: Tensor, act: Tensor, now: Pass, view: View) -> tuple[Tensor, bool]:
-        """What one function makes of the copy that it is shown, and whether it must take the activation's place."""
+    def _call_function(
+        self, listener: Listener, argument: Tensor, act: Tensor, now: Pass, view: View
+    ) -> tuple[Tensor, bool]:
+        """Call one function on its copy of the activation; return the result, and whether to use
+        it.
+        """
         compiling = is_compiling()
-        version, holders = version_of(given), 0 if compiling else getrefcount(given)
-        new = now.call_user_function(listener, given, self)
+        version = version_of(argument)
+        holders = 0 if compiling else getrefcount(argument)
+        new = now.call_user_function(listener, argument, self)
         if new is not None:
             return checked(new, act, listener, self), True
-        held = not compiling and getrefcount(given) > holders
-        return given, replaces_activation(given, version, act, view, held)
+        held = not compiling and getrefcount(argument) > holders
+        return argument, replaces_activation(argument, version, act, view, held)
 
-    def _put(self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View) -> Tensor:
-        """Writes an activation back, and tells the points that follow this one."""
+    def _put(
+        self, x: Tensor, act: Tensor, changed: bool, call: Call, now: Pass, view: View
+    ) -> Tensor:
+        """Write an activation back, and record it for the hook points linked to this one."""
         if changed:
             new = view.put(x, act, call)
-            # The model may take a view of it, which of an expanded or transposed tensor there is none.
+            # The model may call `view` on it, which fails on an expanded or transposed tensor.
             x = new.contiguous() if x.is_contiguous() else new
         if self.point.linked and now.run is not None:
             if changed:
@@ -431,7 +509,8 @@ class HookPoint(NamedPoint):
 
 
 def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
-    """A function that can be a hook; one that knows which hook points it fits is asked (``fn.check_point(hook)``).
+    """Check that a function can be a hook; if it has a `check_point` method, let it check the hook
+    point.
 
     Raises:
         TypeError: it cannot be called.
@@ -445,45 +524,54 @@ def checked_function(hook: HookPoint, fn: HookFunction) -> HookFunction:
     return fn
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Attaching: one listener, or all those of a scope, and what takes one back.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Attaching and detaching one listener, or all listeners of a scope.
+# --------------------------------------------------------------------------------------------------
 
 
 class AttachesListeners:
-    """Attaches listeners to hook points, and detaches them: one by one, or all those of a scope.
+    """A registry that attaches listeners to hook points and detaches them, singly or by scope.
 
-    As it is, it serves hook points that belong to no model: calling one is what runs its hooks.
+    This class is used for hook points that belong to no model: calling such a point runs its hooks.
 
     Attributes:
-        changes: how often a hook was added or removed that every run sees.
-        lock: held while hooks come and go.
+        changes: how often hooks that every run sees were added or removed.
+        lock: held while hooks are added or removed.
+        of_model: whether its hook points belong to a model and show what its modules compute.
     """
+
+    of_model = False
 
     def __init__(self) -> None:
         self.changes = 0
         self.lock = threading.RLock()
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
-        """Attaches a listener."""
+        """Attach a listener."""
         point.add_listener(listener, prepend)
 
     def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
-        """Removes listeners. Those that are not there are ignored."""
-        left = set(gone)
-        point.keep_listeners(listener for listener in point.listeners if listener not in left)
+        """Remove listeners. Listeners that are not attached are ignored."""
+        removed = set(gone)
+        point.keep_listeners(listener for listener in point.listeners if listener not in removed)
 
-    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
-        """What a function makes of a gradient, if processes that share the model make the same of it."""
+    def attached_scopes(self) -> set[Scope | None]:
+        """Return the scopes that listeners belong to; None represents added hooks."""
+        return set()
+
+    def compared(self, make: Callable[[], T], gradient: Tensor, point: HookPoint) -> T:
+        """Call a function on a gradient; check that processes that share the model agree on the
+        result.
+        """
         return make()
 
     def attach_members(self, members: Iterable[tuple[HookPoint, Listener]], scope: Scope) -> None:
-        """Attaches listeners that belong to a scope."""
+        """Attach listeners that belong to a scope."""
         scope.members.extend(members)
         self.attach_scope(scope)
 
     def attach_scope(self, scope: Scope) -> None:
-        """Attaches the hooks of a scope, if they are not attached already."""
+        """Attach the hooks of a scope, unless they are attached already."""
         with self.lock:
             scope.users += 1
             if scope.users > 1:
@@ -497,8 +585,23 @@ class AttachesListeners:
                 self.detach_scope(scope)
                 raise
 
+    @contextmanager
+    def scopes_attached(self, scopes: Iterable[Scope | None]) -> Iterator[None]:
+        """Keep scopes attached inside a ``with`` statement, even if their own ``with`` statement
+        ends first.
+
+        Args:
+            scopes: the currently open scopes; None represents added hooks.
+        """
+        with ExitStack() as attached:
+            for scope in scopes:
+                if scope is not None:
+                    self.attach_scope(scope)
+                    attached.callback(self.detach_scope, scope)
+            yield
+
     def detach_scope(self, scope: Scope) -> None:
-        """The reverse of `attach_scope`, once nobody needs them any more."""
+        """Detach the hooks of a scope, once it has no users."""
         with self.lock:
             scope.users -= 1
             if not scope.users:
@@ -509,46 +612,50 @@ class AttachesListeners:
                     assert isinstance(point, HookPoint)
                     point._attaches.remove(point, listeners)
                 if not scope.recomputed:
-                    scope.members.clear()  # each holds the scope: the user's functions would live until a collection
+                    # Each holds the scope: a reference cycle would keep the user's functions alive
+                    # until a collection.
+                    scope.members.clear()
 
 
 class Handle:
-    """Takes back what one `add_hook` added.
+    """A handle that removes the hook of one `add_hook`.
 
     Args:
         hook: the hook point.
-        listener: what is there.
-        attaches: removes it.
+        listener: the attached listener.
+        attaches: the registry that removes it.
 
     Attributes:
-        hook, listener: likewise.
+        hook, listener: the arguments.
     """
 
     def __init__(self, hook: HookPoint, listener: Listener, attaches: AttachesListeners) -> None:
-        self.hook, self.listener, self._attaches = hook, listener, attaches
+        self.hook = hook
+        self.listener = listener
+        self._attaches = attaches
 
     def remove(self) -> None:
-        """Removes it. Doing it twice does nothing."""
+        """Remove the hook. A second call does nothing."""
         self._attaches.remove(self.hook, (self.listener,))
 
     @property
     def id(self) -> int:
-        """A number that no other hook has while this one is there."""
+        """Return a number that is unique among attached hooks."""
         return id(self.listener)
 
     @property
     def function(self) -> HookFunction:
-        """The user's function."""
+        """Return the user's function."""
         return self.listener.fn
 
     @property
     def is_permanent(self) -> bool:
-        """Whether only `reset_hooks` with ``including_permanent=True`` removes it."""
+        """Tell whether only `reset_hooks` with ``including_permanent=True`` removes it."""
         return self.listener.permanent
 
     @property
     def context_level(self) -> int | None:
-        """The level that it was added at."""
+        """Return the level at which the hook was added."""
         return self.listener.level
 
     def __eq__(self, other: object) -> bool:
@@ -564,18 +671,19 @@ class Handle:
         self.remove()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a function is shown: a copy of its own, at the same place in the graph as the activation.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The argument of a user function: its own copy, at the same place in the graph as the activation.
+# --------------------------------------------------------------------------------------------------
 
 
 def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
-    """What one function is shown of an activation.
+    """Return the copy of an activation to pass to one function.
 
     Args:
         act: the activation, as the functions before have left it.
-        shown: what they were shown. Nobody has been shown the site's own tensor: its copy is a place of its own.
-        one_tensor: show what the one before was shown, where gradients are computed.
+        shown: the copies shown to earlier functions. The site's own tensor is never shown, only its
+            copy.
+        one_tensor: show the previous function's tensor, if gradients are computed.
     """
     if torch.is_grad_enabled() and not is_compiling():
         if one_tensor and any(act is x for x in shown):
@@ -586,22 +694,24 @@ def copy_to_show(act: Tensor, shown: list[Tensor], one_tensor: bool) -> Tensor:
 
 
 def copy_at_same_edge(x: Tensor) -> Tensor:
-    """A copy that stands in the graph where the tensor itself does: a gradient that reaches one reaches the other.
+    """Copy a tensor such that both share one edge of the autograd graph, and therefore the
+    gradient.
 
-    So two functions can hold one activation, as in HookedTransformer, and what one writes into it the other does not
-    see. What a node has saved for backward is given back with the edge that it was saved with, whatever the hooks of
-    saved tensors make of its values: here a copy.
+    Two functions can then hold the same activation, as in HookedTransformer, without seeing each
+    other's writes. Autograd returns a saved tensor with its original edge, even if saved-tensor
+    hooks replace its values; here such hooks copy it.
 
     Args:
-        x: requires a gradient, and is no leaf.
+        x: a tensor that requires a gradient and is not a leaf.
     """
     with saved_tensors_hooks(_copy, itself):
-        made = _SavedTensor.apply(x)  # held: before torch 2.13 a node forgets what it saved when its output is gone
-    return made.grad_fn.saved_tensors[0]
+        # Held: before torch 2.13 a node drops its saved tensors when its output is freed.
+        output = _SavedTensor.apply(x)
+    return output.grad_fn.saved_tensors[0]
 
 
 class _SavedTensor(torch.autograd.Function):
-    """A node that keeps a tensor, as others do for backward: what it gives back has the tensor's own edge."""
+    """An autograd node that saves a tensor; the tensor that it returns has the original's edge."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -613,16 +723,16 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
-    """Goes on filling `grad` of what has asked for it, where another tensor at its place asks: torch fills the last's.
+def keep_gradients_of_all(last: Tensor, shown: list[Tensor]) -> None:
+    """Keep filling `grad` of tensors that called `retain_grad`, although torch fills only the last.
 
     Args:
-        given: what a function has just been shown.
-        shown: what those before it were shown.
+        last: the tensor that a function was just shown.
+        shown: the tensors that earlier functions were shown.
     """
-    if is_compiling() or not given.retains_grad:
+    if is_compiling() or not last.retains_grad:
         return
-    before = [x for x in shown if x.retains_grad and x.grad_fn is given.grad_fn and x is not given]
+    before = [x for x in shown if x.retains_grad and x.grad_fn is last.grad_fn and x is not last]
     if not before:
         return
     held = weakref.ref(before[-1])
@@ -632,131 +742,204 @@ def keep_gradients_of_all(given: Tensor, shown: list[Tensor]) -> None:
         if x is not None:
             x.grad = gradient.clone() if x.grad is None else x.grad + gradient
 
-    given.register_hook(keep)
+    last.register_hook(keep)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What it made of that, and whether it can take the place of the activation.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The result of a user function, and whether it can replace the activation.
+# --------------------------------------------------------------------------------------------------
 
 
 def checked(new: Any, old: Tensor, listener: Listener, point: NamedPoint) -> Tensor:
-    """What a user's function returned, if it can take the place of the activation.
+    """Check that a user function's result can replace the activation, and return it.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it has another shape, or is on another device.
-        TypeError: it is of whole numbers where the activation is not, or the reverse.
+        TypeError: it is not a tensor.
+        ValueError: its shape or device differs.
+        TypeError: it has an integer dtype and the activation does not, or the reverse.
     """
-    if isinstance(new, Tensor) and new.shape == old.shape and new.device == old.device and new.dtype == old.dtype:
+    if (
+        isinstance(new, Tensor)
+        and new.shape == old.shape
+        and new.device == old.device
+        and new.dtype == old.dtype
+    ):
         return new
     name = getattr(listener.fn, "__name__", None) or repr(listener.fn)
-    hook, what = ("hook", "activation") if listener.kind in ("fwd", "follow") else ("backward hook", "gradient")
-    said = f"the {hook} {name} at {point.name} returned"
+    is_forward = listener.kind in ("fwd", "follow")
+    what = "activation" if is_forward else "gradient"
+    returned = f"the {'hook' if is_forward else 'backward hook'} {name} at {point.name} returned"
     if not isinstance(new, Tensor):
-        raise TypeError(f"{said} {type(new).__name__}; it must return a tensor or None")
+        raise TypeError(f"{returned} {type(new).__name__}; it must return a tensor or None")
     if new.shape != old.shape:
-        raise ValueError(f"{said} shape {list(new.shape)}; the {what} has shape {list(old.shape)} ({point.point.axes})")
+        raise ValueError(
+            f"{returned} shape {list(new.shape)}; the {what} has shape {list(old.shape)}"
+            f" ({point.point.axes})"
+        )
     if new.device != old.device:
-        raise ValueError(f"{said} a tensor on {new.device}; the {what} is on {old.device}")
+        raise ValueError(f"{returned} a tensor on {new.device}; the {what} is on {old.device}")
     if _kind_of_number(new) != _kind_of_number(old):
         raise TypeError(
-            f"{said} {new.dtype}; the {what} is {old.dtype}. If that is meant, return .to({old.dtype}) of it"
+            f"{returned} {new.dtype}; the {what} is {old.dtype}. If that is meant, return"
+            f" .to({old.dtype}) of it"
         )
     return new.to(old.dtype)
 
 
 def _kind_of_number(x: Tensor) -> str:
-    """Between numbers of one kind a conversion loses digits at most."""
+    """Return the kind of a dtype; a conversion within a kind loses only precision."""
     if x.dtype == torch.bool:
         return "truth"
     return "complex" if x.is_complex() else "float" if x.is_floating_point() else "integer"
 
 
-def changed_in_place(given: Tensor, version: int | None) -> bool:
-    """Whether a tensor was written to since it had this version (None: it does not count its versions)."""
-    return version is None or given._version != version
+def is_copy(new: Tensor, old: Tensor) -> bool:
+    """Tell whether a tensor is an unchanged copy of another one, also for autograd."""
+    node = new.grad_fn
+    if node is not None and node.name() == "CloneBackward0":
+        node = node.next_functions[0][0]
+    return node is old.grad_fn and new.requires_grad == old.requires_grad and same_bits(new, old)
 
 
-def replaces_activation(given: Tensor, version: int | None, act: Tensor, view: View, held: bool) -> bool:
-    """Whether a copy of an activation that somebody was shown is to take the activation's place.
+def keeps_values(new: Tensor, old: Tensor) -> bool:
+    """Tell whether a tensor has the values of another one, and is computed from it or detached.
 
     Args:
-        given: the copy.
-        version: of it, before it was shown.
+        new: the tensor. It does not if it is a leaf that a new graph begins with.
+        old: the other one, which is no leaf.
+    """
+    if new.shape != old.shape or new.dtype != old.dtype or not same_bits(new, old):
+        return False
+    if not new.requires_grad:
+        return True
+    start: Any = old.grad_fn
+    nodes: list[Any] = [new.grad_fn]
+    visited: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is start:
+            return True
+        if node is None or node in visited or node._sequence_nr() <= start._sequence_nr():
+            continue  # the last: it was made before
+        visited.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False
+
+
+def changed_in_place(x: Tensor, version: int | None) -> bool:
+    """Tell whether a tensor was written to since it had this version (None: unknown, because
+    versions are not counted).
+    """
+    return version is None or x._version != version
+
+
+def replaces_activation(
+    copy: Tensor, version: int | None, act: Tensor, view: View, held: bool
+) -> bool:
+    """Tell whether the copy passed to a function should replace the activation.
+
+    Args:
+        copy: the copy.
+        version: its version before it was shown.
         act: the activation.
-        view: how the hook point sees it.
-        held: somebody may still hold the copy.
+        view: the hook point's view.
+        held: whether other code may still hold the copy.
     """
     if is_compiling() and not view.contextual:
-        return True  # compiled code cannot ask for values or versions, and has no hooks of gradients
-    if changed_in_place(given, version):
+        return True  # compiled code cannot read values or versions, and has no gradient hooks
+    if changed_in_place(copy, version):
         return True
     if is_compiling():
         return False
-    if given.requires_grad and (held or not view.contextual or given.retains_grad or given._backward_hooks):
-        # The copy is what later computation uses, so that its gradient is the gradient here. Where writing back
-        # would compute something anew, only if somebody can ask for that gradient.
+    if copy.requires_grad and (
+        held or not view.contextual or copy.retains_grad or copy._backward_hooks
+    ):
+        # Later computation uses the copy, so that its gradient is the gradient here. If writing
+        # back would recompute something, do so only if that gradient can be requested.
         return True
     if view.identity:
-        return True  # as good as the activation, and a change through `.data`, which is not counted, is in it
-    return not (view.contextual or (given.is_cpu and torch.equal(given, act)))
+        # It equals the activation, and includes changes through `.data`, which are not counted.
+        return True
+    if not is_readable(copy) or not (copy.is_cpu or view.contextual):
+        return not view.contextual  # writing back takes less time than waiting for a comparison
+    return not same_bits(copy, act)
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often a tensor was written to; None for one of inference mode, which does not count."""
-    # torch.compile knows nothing of inference mode.
+    """Return a tensor's version counter; None in inference mode, which does not count."""
+    # torch.compile does not support inference mode
     return x._version if is_compiling() or not x.is_inference() else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The gradient at an activation, for those who asked for it.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The gradient at an activation, for listeners that request it.
+# --------------------------------------------------------------------------------------------------
 
 
 def wants_gradients(listeners: list[Listener]) -> bool:
-    """Whether any of them is shown gradients in this run."""
-    return torch.is_grad_enabled() and any(listener.kind in ("bwd", "edge") for listener in listeners)
+    """Tell whether any listener is shown gradients in this run."""
+    return torch.is_grad_enabled() and any(
+        listener.kind in ("bwd", "edge") for listener in listeners
+    )
 
 
-def listen_backward(listener: Listener, seen: Tensor, point: NamedPoint, compared: Compared) -> None:
-    """Shows the gradient of an activation to a listener when there is one.
-
-    Autograd may call it on a thread of its own, where nothing of the caller's context is known: the scopes that are
-    open now are those that the function sees.
+def listen_backward(
+    listener: Listener, act: Tensor, point: HookPoint, attaches: AttachesListeners
+) -> None:
+    """Show the gradient of an activation to a listener when backward computes it. Autograd may call
+    the listener on a separate thread without the caller's context, so it is called with the scopes
+    that are open now.
     """
     if listener.kind == "edge":
-        listener.fn(seen, hook=point)
+        listener.fn(act, hook=point)
         return
-    if not seen.requires_grad:
+    if not act.requires_grad:
         return
     context = CURRENT.get().after_the_run()
+    of_zeros = act.shape, act.dtype, act.device
 
-    def on_gradient(gradient: Tensor) -> Tensor | None:
-        given = gradient.clone()  # autograd may hand the same tensor to others
-        version = version_of(given)
+    def on_gradient(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # what comes later gives none: a layer that stops it
+            shape, dtype, device = of_zeros
+            gradient = torch.zeros(shape, dtype=dtype, device=device)
+        copy = gradient.clone()  # autograd may hand the same tensor to others
+        version = version_of(copy)
         with setting(CURRENT, context):
-            new = compared(lambda: context.call_user_function(listener, given, point), given)
+            call = lambda: context.call_user_function(listener, copy, point)
+            new = attaches.compared(call, copy, point)
         if isinstance(new, tuple) and len(new) == 1:  # as torch's own backward hooks may return it
             (new,) = new
         if new is None:
-            return given if changed_in_place(given, version) else None
+            return written_gradient(copy, version, gradient)
         return checked(new, gradient, listener, point)
 
-    seen.register_hook(on_gradient)
+    act.register_hook(on_gradient)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Points that take over what is written at another one: `hook_attn_in` feeds the query, key and value inputs.
-# ----------------------------------------------------------------------------------------------------------------------
+def written_gradient(copy: Tensor, version: int | None, gradient: Tensor) -> Tensor | None:
+    """Return a function's copy of a gradient if it wrote to it; otherwise None."""
+    if changed_in_place(copy, version):
+        return copy
+    if not is_readable(copy):
+        return None
+    if copy.is_cpu:
+        return None if same_bits(copy, gradient) else copy
+    return copy.clone()  # takes less time than waiting for a comparison
+
+
+# --------------------------------------------------------------------------------------------------
+# Points that take over the value written at another one: `hook_attn_in` feeds the query, key and
+# value inputs.
+# --------------------------------------------------------------------------------------------------
 
 
 class LeaderEdit:
-    """The listener of a follower: what was written at its leader in a pass; None where nothing was.
+    """The listener at a linked point (follower): it returns the value written in this pass at the
+    point that it follows (leader), or None.
 
     Args:
-        leader: the name of the other point.
-        follower: how its value is the activation here.
+        leader: the name of the leader.
+        follower: the link, which converts the leader's value to the activation here.
     """
 
     def __init__(self, leader: str, follower: LinkedPoint) -> None:

@@ -1,4 +1,4 @@
-"""Hook functions that touch a part of scores or a pattern, heads and queries: no others are made for them."""
+"""Hook functions for some heads and queries of scores or a pattern: only these are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapters.imports import is_compiling
 from adapters.views import Deferred
 from bridge.hooks.context import HookFunction, Listener, NamedPoint
 
-#: About how much memory scores and patterns take at once, where they are computed for some queries after the other.
+#: The approximate memory of scores and patterns that are computed in chunks of queries.
 MAX_BYTES = 2**25
 
 
@@ -23,8 +23,8 @@ class Part:
     """Some heads and queries of scores or a pattern, ``[batch head pos key_pos]``.
 
     Attributes:
-        shape: of the whole, as its hook point shows it.
-        heads, queries: which, in ascending order, on the CPU.
+        shape: the shape of the whole activation.
+        heads, queries: their indices, in ascending order, on the CPU.
     """
 
     shape: tuple[int, int, int, int]
@@ -34,12 +34,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Touched:
-    """Which heads and queries of scores or a pattern a hook function touches.
+    """The heads and queries of scores or a pattern that a hook function touches.
 
     Attributes:
-        heads: ``[head]``, whether it does, on the CPU.
-        queries: ``[pos]``, likewise.
-        max_bytes: it may be given some queries at a time, so that no more memory is needed; None: all at once.
+        heads: ``[head]``, a mask on the CPU.
+        queries: ``[pos]``, a mask on the CPU.
+        max_bytes: the function may be called with chunks of queries that need no more memory than
+            this; None: with all at once.
     """
 
     heads: Tensor
@@ -51,13 +52,15 @@ class Touched:
         bound = min(bounds) if len(bounds) == 2 else None
         return Touched(self.heads | other.heads, self.queries | other.queries, bound)
 
-    def parts(self, shape: tuple[int, int, int, int], dtype: torch.dtype, whole_queries: bool) -> list[Part]:
-        """The parts that it may be given, one after the other.
+    def parts(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, whole_queries: bool
+    ) -> list[Part]:
+        """Return the parts to pass to the function, one after the other.
 
         Args:
-            shape: of the whole.
-            dtype: of the scores.
-            whole_queries: all queries at once, whatever the bound.
+            shape: the shape of the whole activation.
+            dtype: the dtype of the scores.
+            whole_queries: pass all queries at once, whatever the bound.
         """
         heads, queries = (x.nonzero()[:, 0] for x in (self.heads, self.queries))
         if not len(heads) or not len(queries):
@@ -68,61 +71,70 @@ class Touched:
 
 
 def rows_within(max_bytes: int, shape: tuple[int, ...], heads: Sized, dtype: torch.dtype) -> int:
-    """How many queries' scores and patterns may be in memory at once.
+    """Return the number of queries whose scores and patterns may be in memory at once.
 
     Args:
-        max_bytes: how much of it they may take.
-        shape: of the scores of all heads and queries.
-        heads: of these heads.
-        dtype: of the scores.
+        max_bytes: the memory that they may take.
+        shape: the shape of the scores of all heads and queries.
+        heads: the number of heads to count.
+        dtype: the dtype of the scores.
     """
-    # Scores, their softmax in float32 or finer, what a function is shown, and what it makes of that.
+    # Scores, their softmax in at least float32, a function's argument, and its result.
     return max(1, max_bytes // (4 * max(4, dtype.itemsize) * shape[0] * len(heads) * shape[3]))
 
 
 def entries_of(what: str, index: Any, length: int, name: str) -> list[int]:
-    """Which entries of an axis an index means, counted from the front, as often and in the order that it names them.
+    """Return the non-negative indices that an index selects along an axis, in its own order.
 
     Args:
-        what: the axis counts, for the error.
+        what: the name of the entries, for the error.
         index: a number, a slice, or several numbers, or a truth value for each entry; None: all.
-        length: of the axis.
-        name: of the hook point, for the error.
+        length: the length of the axis.
+        name: the name of the hook point, for the error.
 
     Raises:
-        IndexError: there are none such.
+        IndexError: the index is out of range.
         TypeError: it is something else.
     """
-    places = range(length)
     if index is None or isinstance(index, slice):
-        found = list(places[slice(None) if index is None else index])
+        entries = list(range(length)[slice(None) if index is None else index])
     else:
-        given = index.tolist() if hasattr(index, "tolist") else index
-        several = list(given) if isinstance(given, Sequence) else [given]
-        if isinstance(given, Sequence) and several and all(isinstance(x, bool) for x in several):
-            if len(several) != length:
-                raise IndexError(f"{what} is {index}, {len(several)} truth values, and {name} has {length} of them")
-            several = [place for place, there in zip(places, several, strict=True) if there]
-        if any(isinstance(x, bool) or not hasattr(x, "__index__") for x in several):
-            raise TypeError(f"{what} is {index!r}; it must be a whole number, several, or a slice")
-        try:
-            found = [places[x] for x in several]
-        except IndexError as error:
-            raise IndexError(f"{what} is {index}, and {name} has {length} of them") from error
-    if not found:
+        entries = _entries_listed(what, index, length, name)
+    if not entries:
         raise IndexError(f"{what} is {index}, which is none of the {length} at {name}")
-    return found
+    return entries
+
+
+def _entries_listed(what: str, index: Any, length: int, name: str) -> list[int]:
+    """Return the entries that a number, several numbers, or truth values select (see
+    `entries_of`).
+    """
+    index_or_list = index.tolist() if hasattr(index, "tolist") else index
+    is_list = isinstance(index_or_list, Sequence)
+    values = list(index_or_list) if is_list else [index_or_list]
+    if is_list and values and all(isinstance(x, bool) for x in values):
+        if len(values) != length:
+            raise IndexError(
+                f"{what} is {index}, {len(values)} truth values, and {name} has {length} of them"
+            )
+        return [place for place, is_chosen in enumerate(values) if is_chosen]
+    if any(isinstance(x, bool) or not hasattr(x, "__index__") for x in values):
+        raise TypeError(f"{what} is {index!r}; it must be a whole number, several, or a slice")
+    try:
+        return [range(length)[x] for x in values]
+    except IndexError as error:
+        raise IndexError(f"{what} is {index}, and {name} has {length} of them") from error
 
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """Which heads of an activation a cache keeps.
+    """The heads of an activation that a cache keeps.
 
     Attributes:
-        axis: which counts heads.
-        heads: which, in ascending order.
-        n: how many the activation has.
-        name: what the cache calls them, such as ``blocks.5.attn.hook_pattern[1, 6]``.
+        axis: the axis of heads.
+        heads: their indices, in ascending order.
+        n: the number of heads in the activation.
+        name: their name in the cache, such as ``blocks.5.attn.hook_pattern[1, 6]``.
     """
 
     axis: int
@@ -131,8 +143,8 @@ class KeptHeads:
     name: str
 
     def of(self, act: Tensor | Deferred) -> Tensor | Deferred:
-        """These heads of an activation, without the rest of it; of what waits, what will compute them alone."""
-        index = torch.tensor(self.heads)
+        """Select these heads of an activation; for a deferred one, compute only these."""
+        index = torch.tensor(self.heads, device="cpu")
         if isinstance(act, Deferred):
             some = act.of_heads(index)
             if some is not None:
@@ -140,35 +152,37 @@ class KeptHeads:
             act = act.value(self.name)
         return picked(act, {self.axis: index}).clone()
 
-    def within(self, asked: Any) -> list[int]:
-        """The places of some heads among these.
+    def within(self, index: Any) -> list[int]:
+        """Return the positions of some heads among the kept ones.
 
         Args:
-            asked: an index of heads, as the activation counts them; None: all.
+            index: an index of heads in the full activation; None: all.
 
         Raises:
             IndexError: there are no such heads.
             KeyError: they were not kept.
         """
-        wanted = entries_of("heads", asked, self.n, self.name)
-        if lost := sorted(set(wanted) - set(self.heads)):
+        heads = entries_of("heads", index, self.n, self.name)
+        if lost := sorted(set(heads) - set(self.heads)):
             raise KeyError(
-                f"of {self.name.partition('[')[0]}, this cache keeps the heads {list(self.heads)}, not {lost}"
+                f"of {self.name.partition('[')[0]}, this cache keeps the heads {list(self.heads)},"
+                f" not {lost}"
             )
-        return [self.heads.index(head) for head in wanted]
+        return [self.heads.index(head) for head in heads]
 
 
 class TouchesPart:
-    """A hook function that says which heads and queries of scores or a pattern it touches: no others are made for it.
+    """A hook function that declares the heads and queries it touches, so that only these are
+    computed.
 
-    Where they are made all the same, it is called as any function is, with all.
+    If all are computed anyway, it is called like any function, with the whole activation.
     """
 
     def touched(self, shape: tuple[int, int, int, int], hook: Any) -> Touched | None:
-        """Which it touches; None: it needs all.
+        """Return the touched heads and queries; None if all are needed.
 
         Args:
-            shape: ``[batch, head, pos, key_pos]``, of all.
+            shape: ``[batch, head, pos, key_pos]``, the shape of the whole activation.
             hook: the hook point.
 
         Raises:
@@ -177,7 +191,7 @@ class TouchesPart:
         raise NotImplementedError
 
     def within(self, part: Part, hook: Any) -> HookFunction:
-        """What is called with a part, which holds what it touches, and perhaps more.
+        """Return the function to call with a part that holds at least what it touches.
 
         Args:
             part: the part.
@@ -187,55 +201,61 @@ class TouchesPart:
 
 
 def picked(x: Tensor, chosen: Mapping[int, Tensor]) -> Tensor:
-    """Some entries along some axes.
+    """Select entries along several axes.
 
     Args:
         x: the tensor.
-        chosen: by axis, which entries, on the CPU.
+        chosen: the indices of the entries by axis, on the CPU.
 
     Returns:
-        A view of `x` where each axis' entries follow each other, else a copy.
+        A view of `x` if the entries along each axis are consecutive, otherwise a copy.
     """
     for axis, index in chosen.items():
         run = as_slice(index)
-        x = x.index_select(axis, index.to(x.device)) if run is None else x[(slice(None),) * axis + (run,)]
+        if run is None:
+            x = x.index_select(axis, index.to(x.device))
+        else:
+            x = x[(slice(None),) * axis + (run,)]
     return x
 
 
 def as_slice(index: Tensor) -> slice | None:
-    """A slice of the same entries, where they follow each other.
+    """Return the entries as a slice, if they are consecutive.
 
     Args:
-        index: whole numbers, on the CPU.
+        index: integers, on the CPU.
     """
-    first, end = int(index[0]), int(index[-1]) + 1
-    return slice(first, end) if torch.equal(index, torch.arange(first, max(first, end))) else None
+    first = int(index[0])
+    end = int(index[-1]) + 1
+    is_run = torch.equal(index, torch.arange(first, max(first, end), device="cpu"))
+    return slice(first, end) if is_run else None
 
 
 def index_on(index: Tensor, device: torch.device) -> slice | Tensor:
-    """What entries are indexed with: a slice, where they follow each other.
+    """Return an index for the entries: a slice if they are consecutive.
 
     Args:
-        index: whole numbers, on the CPU.
-        device: of what is indexed.
+        index: integers, on the CPU.
+        device: the device of the indexed tensor.
     """
     run = as_slice(index)
     return index.to(device) if run is None else run
 
 
 def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
-    """The tensor with other entries where `picked` takes some from; written over where no graph or `vmap` needs it.
+    """Write entries back to where `picked` selected them; in place if no graph or `vmap` needs the
+    tensor.
 
     Args:
         x: the tensor.
-        chosen: by axis, which entries, each once, on the CPU.
-        new: what is there now, which is no part of `x`.
+        chosen: the indices of the entries by axis, without duplicates, on the CPU.
+        new: the new entries, a tensor separate from `x`.
     """
     if not chosen:
         return new
     (axis, index), *rest = chosen.items()
     if rest:
-        # A copy: a view may not be copied onto itself.
+        # A copy: a view cannot be copied onto itself.
         new = put_back(picked(x, {axis: index}).clone(), dict(rest), new)
     index = index.to(x.device)
     if torch.is_grad_enabled() or is_compiling() or is_functorch_wrapped_tensor(new):
@@ -244,14 +264,14 @@ def put_back(x: Tensor, chosen: Mapping[int, Tensor], new: Tensor) -> Tensor:
 
 
 def within(listener: Listener, part: Part, hook: NamedPoint) -> Listener:
-    """A listener that is given a part of the activation in place of the whole.
+    """Return a listener that receives a part of the activation instead of the whole.
 
     Args:
-        listener: its function says that it touches nothing else.
+        listener: a listener whose function declares that it touches nothing else.
         part: the part.
         hook: the hook point.
     """
     assert isinstance(listener.fn, TouchesPart)
-    made = Listener(listener.kind, listener.fn.within(part, hook), listener.scope)
-    made.in_run = listener.in_run
-    return made
+    of_part = Listener(listener.kind, listener.fn.within(part, hook), listener.scope)
+    of_part.in_run = listener.in_run
+    return of_part

@@ -1,4 +1,4 @@
-"""The operations: a closed set, so that a file of them can say nothing else."""
+"""The operations: a closed set, so that a file of them cannot contain anything else."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from adapters.imports import is_compiling
-from bridge.hooks.arguments import check_choice
-from bridge.hooks.context import HookFunction, pass_of, pass_under_way
+from bridge.arguments import check_choice
+from bridge.hooks.context import Generation, HookFunction, pass_of, pass_under_way
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
-from bridge.hooks.rows import BatchRows
+from bridge.rows import BatchRows, token_axis
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which axis of an activation is which, and which of its entries are meant.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The axes of an activation, and the entries that an index selects.
+# --------------------------------------------------------------------------------------------------
 
 
 #: Entries along an axis: one, several, a range; None: all of them.
 Index = int | np.integer | Sequence[int] | np.ndarray | Tensor | slice | None
-#: The same as an operation keeps it.
+#: The same, in the form that an operation stores.
 Kept = tuple[int, ...] | slice | None
 
 _POSITIONS = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
@@ -36,184 +36,265 @@ _HEADS = ("n_heads", "n_key_value_heads")
 _NO_FEATURES = ("batch", "row", *_POSITIONS, *_HEADS)
 
 
-def kept_index(name: str, given: object) -> Kept:
-    """An index as an operation keeps it.
+#: The axes that each field of an operation selects from, but for features.
+_AXES = {"positions": _POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}
+
+
+def kept_index(name: str, index: object) -> Kept:
+    """Convert an index to the form that an operation stores.
 
     Args:
-        name: of the field, for the error.
-        given: what the user wrote.
+        name: the name of the field, for the error.
+        index: the user's index.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it chooses nothing, or goes backwards.
+        TypeError: it is not an index.
+        ValueError: it selects nothing, or goes backwards.
     """
-    if given is None:
+    if index is None:
         return None
-    if isinstance(given, slice):
-        ends = (given.start, given.stop, given.step)
+    if isinstance(index, slice):
+        ends = (index.start, index.stop, index.step)
         if any(end is not None and type(end) is not int for end in ends):
-            raise TypeError(f"{name} is {given}; the ends of a range are whole numbers")
-        if given.step is not None and given.step < 1:
-            raise ValueError(f"{name} is {given}; a range goes forwards")
-        return given
-    if isinstance(given, np.integer | np.ndarray | Tensor):
-        given = given.tolist()
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    whole = tuple([one for one in several if type(one) is int])
-    if len(whole) < len(several):
-        raise TypeError(f"{name} is {given!r}; it must be a whole number, several, or a slice")
-    if not whole:
-        raise ValueError(f"{name} is {given!r}, which chooses nothing")
-    return whole
+            raise TypeError(f"{name} is {index}; the ends of a range are whole numbers")
+        if index.step is not None and index.step < 1:
+            raise ValueError(f"{name} is {index}; a range goes forwards")
+        return index
+    if isinstance(index, np.integer | np.ndarray | Tensor):
+        index = index.tolist()
+    entries: tuple[Any, ...] = (index,)
+    if isinstance(index, Sequence) and not isinstance(index, str):
+        entries = tuple(index)
+    if any(type(entry) is not int for entry in entries):
+        raise TypeError(f"{name} is {index!r}; it must be a whole number, several, or a slice")
+    if not entries:
+        raise ValueError(f"{name} is {index!r}, which chooses nothing")
+    return entries
 
 
 def axis_of(field: str, hook: HookPoint) -> int:
-    """The axis of an activation that a field of an operation chooses from.
+    """Return the axis of an activation that a field of an operation selects from.
 
     Raises:
         ValueError: the activation has no such axis.
     """
     axes = hook.point.axes.split()
-    if field == "features":
-        if axes[-1] not in _NO_FEATURES and not axes[-1].isdigit():
-            return len(axes) - 1
-    else:
-        names = {"positions": _POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}[field]
-        found = [axes.index(name) for name in names if name in axes]
-        if field == "heads":  # where a layer has a number of its own
-            found += [index for index, name in enumerate(axes[:-1]) if name.isdigit()]
-        if found:
-            return found[0]
+    if field == "features" and axes[-1] not in _NO_FEATURES and not axes[-1].isdigit():
+        return len(axes) - 1
+    for name in _AXES.get(field, ()):
+        if name in axes:
+            return axes.index(name)
+    if field == "heads":  # a layer with its own number of heads
+        for axis, name in enumerate(axes[:-1]):
+            if name.isdigit():
+                return axis
     raise ValueError(f"{hook.name} has the axes [{hook.point.axes}], and no {field} among them")
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Which tokens of a sequence the entries along an axis are.
+    """The range of a sequence's tokens to which the entries along an axis belong.
 
     Attributes:
-        first: the place of the first entry in the sequence, padding included.
-        length: how many entries there are.
-        prompt: how many tokens of the sequence are the prompt, padding included.
-        real: which of the prompt are no padding, ``[row, prompt]``; None: all of them are none.
+        first: the position of the first entry in the sequence, counting padding.
+        length: the number of entries.
+        prompt: the number of tokens in the prompt, counting padding.
+        real: mask of the prompt's tokens that are not padding, ``[row, prompt]``; None: there is no
+            padding.
+        continues: whether the run continues another one, so that the end of the prompt is unknown,
+            and `prompt` counts all tokens so far.
     """
 
     first: int
     length: int
     prompt: int
     real: Tensor | None = None
+    continues: bool = False
+
+    def check_end_is_known(self, hook_name: str) -> None:
+        """Check that positions can be counted from the end of the prompt.
+
+        Raises:
+            ValueError: the run continues another one.
+        """
+        if self.continues:
+            raise ValueError(
+                f"the intervention at {hook_name} counts from the end of the prompt, and this run"
+                " continues another one, so it does not know where that is: count positions from"
+                " the front, or use bridge.generate, or bridge.generate_batch"
+            )
 
 
-def tokens_along(axis: str, length: int, rows: int, hook: HookPoint) -> SequencePart:
-    """Which tokens the entries along an axis of positions are, in the pass that is under way.
+def tokens_along(axis: int, activation: Tensor, hook: HookPoint) -> SequencePart:
+    """Return the tokens at the entries of a position axis, in the current pass.
 
     Args:
-        axis: the name of the axis.
-        length: how many entries it has.
-        rows: how many rows the activation has.
-        hook: the hook point.
+        axis: the position axis.
+        activation: the activation.
+        hook: its hook point.
 
     Raises:
-        ValueError: that cannot be known.
+        ValueError: the tokens are unknown.
     """
+    rows, length = activation.shape[0], activation.shape[axis]
     if is_compiling():
         return SequencePart(0, length, length)
     run, generation = pass_of(hook)
-    lie: BatchRows | None = None if run is None else run.rows
-    if lie is not None and lie.count != rows and run is not pass_under_way():
-        lie = None  # one prompt's part of a trace, without the padding of its row
-    prompt, first = length, 0
-    if generation is None or generation.prompt is None:
-        if run is not None and run.past:
+    name = hook.point.axes.split()[axis]
+    if generation is not None and generation.prompt is not None:
+        if not generation.in_order:
             raise ValueError(
-                f"the intervention at {hook.name} is for some tokens alone, and this run continues another one, whose "
-                "length it does not know: use bridge.generate, or bridge.generate_batch"
+                f"the intervention at {hook.name} is only for some tokens, and in this way of"
+                " generating tokens are processed that do not stay in the sequence, so their places"
+                " are not known: generate without assistant, look-up or contrastive search"
             )
-    elif not generation.in_order:
+        if name.startswith("decoder_") == generation.of_decoder:
+            return _generated_tokens(name, length, rows, hook, generation)
+    elif run is not None and run.past and _grows(name, run.rows):
+        return _continued_tokens(name, length, rows, run.past, run.rows)
+    # A plain run, or the encoder of a generation: all its tokens are the prompt.
+    batch = None if run is None else run.rows
+    if batch is None or (batch.count != rows and run is not pass_under_way()):
+        # Without a batch, or in a trace's part of one prompt: no padding.
+        return SequencePart(0, length, length)
+    return SequencePart(0, length, length, batch.real(name, length, rows))
+
+
+def _grows(axis: str, batch: BatchRows | None) -> bool:
+    """Tell whether an axis belongs to the sequence that a run with a past continues."""
+    return batch is None or token_axis(axis) == batch.growing
+
+
+def _continued_tokens(
+    axis: str, length: int, rows: int, past: int, batch: BatchRows | None
+) -> SequencePart:
+    """Return the tokens at the entries of a position axis, in a run that continues a past."""
+    mask = None if batch is None else batch.masks.get(token_axis(axis))
+    whole = past + (length if axis not in _KEYS else max(length - past, 0))
+    if mask is not None:
+        whole = mask.shape[1]
+    real = None if batch is None else batch.real(axis, whole, rows)
+    return SequencePart(max(0, whole - length), length, whole, real, continues=True)
+
+
+def padded_tokens(axis: int, activation: Tensor, hook: HookPoint) -> SequencePart | None:
+    """Return the tokens along a position axis; None if no row of the pass is padded.
+
+    Args:
+        axis, activation, hook: as for `tokens_along`.
+    """
+    if is_compiling():
+        return None
+    run, generation = pass_of(hook)
+    of_run = None if run is None else run.rows
+    batch = of_run if generation is None or generation.rows is None else generation.rows
+    if batch is None or not batch.masks:
+        return None
+    tokens = tokens_along(axis, activation, hook)
+    return None if tokens.real is None else tokens
+
+
+def _generated_tokens(
+    axis: str, length: int, rows: int, hook: HookPoint, generation: Generation
+) -> SequencePart:
+    """Return the tokens at the entries of a position axis, in a step of a generation."""
+    if generation.step and axis not in _KEYS and length not in (1, generation.tokens):
         raise ValueError(
-            f"the intervention at {hook.name} is for some tokens alone, and in this way of generating tokens are "
-            "processed that do not stay in the sequence, so their places are not known: generate without assistant, "
-            "look-up or contrastive search"
+            f"the intervention at {hook.name} is for some tokens alone, and it has {length}"
+            f" positions in a step of one, after {generation.tokens - 1} tokens: which tokens"
+            " these are is not known. Generate the rows one by one (transformers' RWKV mixes"
+            " the rows of a batch)"
         )
-    elif axis.startswith("decoder_") == generation.of_decoder:
-        if generation.step and axis not in _KEYS and length not in (1, generation.tokens):
-            raise ValueError(
-                f"the intervention at {hook.name} is for some tokens alone, and it has {length} positions in a step of "
-                f"one, after {generation.tokens - 1} tokens: which tokens these are is not known. Generate the rows "
-                "one by one (transformers' RWKV mixes the rows of a batch)"
-            )
-        lie, prompt, first = generation.rows, generation.prompt, max(0, generation.tokens - length)
-    # else an encoder's tokens: the prompt, all at once
-    return SequencePart(first, length, prompt, None if lie is None else lie.real(axis, prompt, rows))
+    assert generation.prompt is not None
+    first = max(0, generation.tokens - length)
+    batch = generation.rows
+    real = None if batch is None else batch.real(axis, generation.prompt, rows)
+    return SequencePart(first, length, generation.prompt, real)
 
 
 def chosen(index: Kept, tokens: SequencePart, name: str, like: Tensor) -> Tensor:
-    """Which entries an index means, ``[length]`` or, where rows differ, ``[row length]``.
+    """Return a mask of the entries that an index selects, ``[length]`` or ``[row length]`` if rows
+    differ.
 
     Args:
-        index: from the front or, if negative, from the end of the prompt.
-        tokens: which tokens the entries are.
-        name: of the hook point and field, for the error.
-        like: a tensor of the device.
+        index: an index that counts from the front or, if negative, from the end of the prompt.
+        tokens: the tokens of the entries.
+        name: the names of the hook point and field, for the error.
+        like: a tensor on the target device.
 
     Raises:
         IndexError: there is no such entry.
     """
-    places = torch.arange(tokens.length, device=like.device)
+    positions, size = _positions(tokens, like.device)
+    if isinstance(index, slice):
+        if any(end is not None and end < 0 for end in (index.start, index.stop)):
+            tokens.check_end_is_known(name)
+        return _in_range(index, positions, size)
+    assert index is not None
+    if min(index) < 0:
+        tokens.check_end_is_known(name)
+    shortest = longest = tokens.prompt
+    if isinstance(size, Tensor):
+        shortest, longest = int(size.min()), int(size.max())
+    mask = torch.zeros_like(positions, dtype=torch.bool)
+    for entry in index:
+        if entry >= shortest or entry < -shortest:
+            sizes = f"{shortest} to {longest}" if shortest != longest else str(longest)
+            raise IndexError(f"{name} is {entry}, and there are {sizes} of them")
+        mask = mask | (positions == (entry if entry >= 0 else size + entry))
+    return mask
+
+
+def _positions(tokens: SequencePart, device: torch.device) -> tuple[Tensor, int | Tensor]:
+    """Return the positions of the entries and the length of the prompt, without counting padding.
+    If rows differ, the results are ``[row length]`` and ``[row 1]``. Padding has the position -1.
+    """
+    places = torch.arange(tokens.length, device=device)
     if tokens.first:
         places = places + tokens.first
-    size: int | Tensor = tokens.prompt
-    longest = shortest = tokens.prompt
-    if tokens.real is not None:
-        real = tokens.real.to(like.device)
-        counted = (real.cumsum(-1) - 1).masked_fill(~real, -1)  # padding is at no place
-        size = real.sum(-1, keepdim=True)
-        known = counted[:, places.clamp(max=tokens.prompt - 1)]
-        places = torch.where(places < tokens.prompt, known, places - tokens.prompt + size)
-        shortest, longest = int(size.min()), int(size.max())
-    if isinstance(index, slice):
-        return _in_range(index, places, size)
-    assert index is not None
-    found = torch.zeros_like(places, dtype=torch.bool)
-    for one in index:
-        if one >= shortest or one < -shortest:
-            has = f"{shortest} to {longest}" if shortest != longest else str(longest)
-            raise IndexError(f"{name} is {one}, and there are {has} of them")
-        found = found | (places == (one if one >= 0 else size + one))
-    return found
+    if tokens.real is None:
+        return places, tokens.prompt
+    real = tokens.real.to(device)
+    size = real.sum(-1, keepdim=True)
+    counted = (real.cumsum(-1) - 1).masked_fill(~real, -1)
+    in_prompt = counted[:, places.clamp(max=tokens.prompt - 1)]
+    behind_prompt = places - tokens.prompt + size
+    return torch.where(places < tokens.prompt, in_prompt, behind_prompt), size
 
 
-def _in_range(index: slice, places: Tensor, size: int | Tensor) -> Tensor:
+def _in_range(index: slice, positions: Tensor, size: int | Tensor) -> Tensor:
+    """Return a mask of the positions in a range, whose bounds may count from the prompt's end."""
     start, stop, step = index.start or 0, index.stop, index.step or 1
-    first = start if start >= 0 else size + start
-    if isinstance(first, Tensor):
-        first = first.clamp_min(0)
-    elif start < 0:
-        first = max(first, 0)
-    found = (places >= first) & (places < size)
+    first: int | Tensor = start
+    if start < 0:
+        first = size + start
+        first = first.clamp_min(0) if isinstance(first, Tensor) else max(first, 0)
+    mask = (positions >= first) & (positions < size)
     if stop is not None:
-        found = found & (places < (stop if stop >= 0 else size + stop))
-    return found if step == 1 else found & ((places - first) % step == 0)
+        mask = mask & (positions < (stop if stop >= 0 else size + stop))
+    return mask if step == 1 else mask & ((positions - first) % step == 0)
 
 
-def rows_given(rows: int, hook: HookPoint) -> int:
-    """How many rows the user gave, of those of an activation: a generation repeats them for beams and sequences.
+def user_rows(rows: int, hook: HookPoint) -> int:
+    """Return the user's number of rows: a generation repeats rows for beams and sequences.
 
     Args:
-        rows: of the activation.
+        rows: the number of rows in the activation.
         hook: the hook point.
     """
     generation = None if is_compiling() else pass_of(hook)[1]
-    count = 0 if generation is None or generation.rows is None else generation.rows.count
+    if generation is None or generation.rows is None:
+        return rows
+    count = generation.rows.count
     return count if count and rows % count == 0 else rows
 
 
 def along(mask: Tensor, axis: int, ndim: int) -> Tensor:
-    """A mask ``[length]`` or ``[rows length]`` as one that fits an activation.
+    """Reshape a mask ``[length]`` or ``[rows length]`` to broadcast over an activation.
 
     Args:
         mask: the mask.
-        axis: of the activation, that it goes along; rows are its first axis.
+        axis: the axis of the activation that the mask runs along; rows are the first axis.
         ndim: the number of the activation's axes.
     """
     shape = [1] * ndim
@@ -223,21 +304,21 @@ def along(mask: Tensor, axis: int, ndim: int) -> Tensor:
     return mask.reshape(shape)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What all operations share: where they act, their numbers, what they are called with.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The common part of all operations: where they act, their numbers, and their call.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a `Probe` must have read for an operation to act: made by ``probe > threshold`` or ``probe < threshold``.
+    """A condition on a `Probe`'s reading: written ``probe > threshold`` or ``probe < threshold``.
 
     Args:
         probe: its name.
-        above: the reading is to be above the threshold; else below.
+        above: whether the reading has to be above the threshold; otherwise below.
         threshold: a number.
-        over: ``"tokens"``, each by its own reading; ``"rows"``, all tokens of a row (of a request) by the highest
-            reading of its tokens so far.
+        over: ``"tokens"``: test each token's own reading; ``"rows"``: test, for all tokens of a row
+            (or request), the highest reading of its tokens so far.
     """
 
     probe: str
@@ -248,54 +329,65 @@ class Condition:
     def __post_init__(self) -> None:
         check_choice("over", self.over, ("tokens", "rows"))
         if not isinstance(self.probe, str) or type(self.above) is not bool:
-            raise TypeError(f"a condition is made by `probe > threshold`, not of {self.probe!r} and {self.above!r}")
+            raise TypeError(
+                f"a condition is made by `probe > threshold`, not of {self.probe!r} and"
+                f" {self.above!r}"
+            )
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
             raise TypeError(f"threshold is {self.threshold!r}; it must be a number")
         if not math.isfinite(self.threshold):
-            raise ValueError(f"threshold is {self.threshold}, which no reading can be compared with")
+            raise ValueError(
+                f"threshold is {self.threshold}, which no reading can be compared with"
+            )
 
     def mask(self, activation: Tensor, hook: HookPoint) -> Tensor:
-        """Where it holds, as a mask that broadcasts over the activation of a hook point.
+        """Return where the condition holds, as a mask that broadcasts over the activation.
 
         Raises:
-            RuntimeError: its probe has read nothing in this pass.
-            ValueError: it read other tokens than those of the activation.
+            RuntimeError: its probe has not read anything in this pass.
+            ValueError: the probe read different tokens from the activation's.
         """
-        found = _readings(hook).get(self.probe)
-        generation = pass_of(hook)[1]
-        step = None if generation is None else generation.tokens
-        if found is None or (self.over == "tokens" and found.step != step):
+        readings, step = _readings(hook)
+        reading = readings.get(self.probe)
+        if reading is None or (self.over == "tokens" and reading.step != step):
             raise RuntimeError(
-                f"the operation at {hook.name} asks what the probe {self.probe!r} read, and it has read nothing in "
-                "this pass: put the probe at a point that comes before, [(earlier point, probe), (this point, "
-                "operation)]"
+                f"the operation at {hook.name} asks what the probe {self.probe!r} read, and it has"
+                " read nothing in this pass: put the probe at a point that comes before, [(earlier"
+                " point, probe), (this point, operation)]"
             )
-        read = found.tokens if self.over == "tokens" else found.highest
-        holds = (read > self.threshold) if self.above else (read < self.threshold)
-        holds = holds.to(activation.device)
+        values = reading.tokens if self.over == "tokens" else reading.highest
+        holds = values > self.threshold if self.above else values < self.threshold
+        return self._spread(holds.to(activation.device), activation, hook)
+
+    def _spread(self, holds: Tensor, activation: Tensor, hook: HookPoint) -> Tensor:
+        """Reshape a mask of rows or tokens so that it broadcasts over the activation."""
         rows = activation.shape[0]
         if self.over == "rows":
-            own = rows_given(rows, hook)
-            if holds.shape[0] != own:
-                raise ValueError(f"the probe {self.probe!r} read {holds.shape[0]} rows; {hook.name} has {own}")
-            return along(holds.repeat_interleave(rows // own), 0, activation.ndim)
+            count = user_rows(rows, hook)
+            if len(holds) != count:
+                raise ValueError(
+                    f"the probe {self.probe!r} read {len(holds)} rows; {hook.name} has {count}"
+                )
+            return along(holds.repeat_interleave(rows // count), 0, activation.ndim)
         axis = axis_of("positions", hook)
         if holds.shape != (rows, activation.shape[axis]):
             raise ValueError(
-                f"the probe {self.probe!r} read {list(holds.shape)} tokens; {hook.name} has "
-                f"[{rows}, {activation.shape[axis]}] of them: use a probe over rows"
+                f"the probe {self.probe!r} read {list(holds.shape)} tokens; {hook.name} has"
+                f" [{rows}, {activation.shape[axis]}] of them: use a probe over rows"
             )
         return along(holds, axis, activation.ndim)
 
 
 @dataclass(frozen=True)
-class ProbeReading:
-    """What a probe has read.
+class _ProbeReading:
+    """The value that a probe has read.
 
     Attributes:
-        step: how many tokens of a generation were processed then; None: outside of one.
-        tokens: ``[row, token]``, of the present pass.
-        highest: ``[row]``, of all tokens so far but padding; rows are those that the user gave.
+        step: the number of tokens of a generation that were processed then; None outside of a
+            generation.
+        tokens: ``[row, token]``, the readings in the current pass.
+        highest: ``[row]``, the highest reading of all tokens so far except padding, for the user's
+            rows.
     """
 
     step: int | None
@@ -303,21 +395,28 @@ class ProbeReading:
     highest: Tensor
 
 
-def _readings(hook: HookPoint) -> dict[str, ProbeReading]:
-    """What probes have read in the present run, or in its generation.
+def _readings(hook: HookPoint) -> tuple[dict[str, _ProbeReading], int | None]:
+    """Return the readings of probes in the current run, or in its generation, and the current step.
 
     Raises:
-        RuntimeError: this is no run.
+        RuntimeError: no run is in progress.
     """
     run, generation = pass_of(hook)
     holder = run if generation is None else generation
     if holder is None or is_compiling():
-        raise RuntimeError(f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs")
-    return holder.readings
+        raise RuntimeError(
+            f"a probe, or a condition, at {hook.name} is for runs of a bridge, not for programs"
+        )
+    return holder.readings, None if generation is None else generation.tokens
 
 
-#: A number of an operation: a tensor that broadcasts over the activation, a number, or the name of a program's input.
+#: A number of an operation: a tensor that broadcasts over the activation, a float, or the name of a
+#: program's input.
 Number = Tensor | float | str
+#: The inputs of a program, by name.
+Inputs = Mapping[str, Tensor]
+#: The numbers of an operation by field, each a float or a tensor like the activation.
+Numbers = Mapping[str, Any]
 
 _WHERE = ("positions", "keys", "heads", "features", "rows")
 _PARTS = ("all", "prompt", "generated")
@@ -325,21 +424,24 @@ _PARTS = ("all", "prompt", "generated")
 
 @dataclass(frozen=True, repr=False, eq=False, kw_only=True)
 class Operation(TouchesPart):
-    """A change of an activation that is data: a hook function, called as ``operation(activation, hook)``.
+    """A change of an activation as data: a hook function, called as ``operation(activation,
+    hook)``.
 
-    Without any of the arguments that follow, the whole activation is meant. An index is a number, several, or a slice.
+    Without any of the following arguments, it acts on the whole activation. An index is a number,
+    several numbers, or a slice.
 
     Args:
-        positions: tokens of the prompt, from its front or, if negative, from its end. In a run, all tokens are the
-            prompt; in a generation, those that it starts from, without padding.
+        positions: tokens of the prompt, counted from its front or, if negative, from its end,
+            without padding. In a run, all tokens are the prompt.
         keys: the same, along the keys of a pattern or of scores.
-        heads: of attention.
+        heads: attention heads.
         features: entries along the last axis.
-        rows: of the batch.
-        part: ``"all"`` tokens, those of the ``"prompt"``, or those that are ``"generated"``.
-        from_step: only tokens that are processed from this step of a generation on: 0 reads the prompt, 1 the first
-            new token.
-        where: only where a probe at an earlier point read more, or less, than a threshold: ``probe > 0.5``.
+        rows: rows of the batch.
+        part: ``"all"`` tokens, only those of the ``"prompt"``, or only the ``"generated"`` ones.
+        from_step: only tokens that are processed in this step of a generation or later: step 0
+            processes the prompt, step 1 the first new token.
+        where: only tokens for which a probe at an earlier point read more, or less, than a
+            threshold: ``probe > 0.5``.
     """
 
     positions: Index = None
@@ -351,11 +453,11 @@ class Operation(TouchesPart):
     from_step: int = 0
     where: Condition | None = None
 
-    #: The fields that are numbers of the operation.
+    #: The fields that hold numbers of the operation.
     numbers: ClassVar[tuple[str, ...]] = ()
-    #: Its numbers are vectors of features.
+    #: Whether its numbers are vectors of features.
     of_features: ClassVar[bool] = False
-    #: Hooks are told in which run they are (see `Listener`).
+    #: Whether hooks are told the current run (see `Listener`).
     in_run: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -369,31 +471,43 @@ class Operation(TouchesPart):
         if (self.positions is not None) + (self.part != "all") + (self.from_step > 0) > 1:
             raise ValueError("positions, part and from_step each choose tokens: give one of them")
         if not isinstance(self.where, Condition | None):
-            raise TypeError(f"where is {self.where!r}; it must be a condition, as `probe > 0.5` makes it")
+            raise TypeError(
+                f"where is {self.where!r}; it must be a condition, as `probe > 0.5` makes it"
+            )
         for name in self.numbers:
             self._check_kind(name)
 
     def _check_kind(self, name: str) -> None:
-        """Refuses what is no number of an operation; whole ones become fractions.
+        """Reject a value that is not a valid number; convert integers to floats.
 
         Raises:
-            TypeError: it is something else, or complex.
-            ValueError: a text that no input can be called.
+            TypeError: it is not a number, or complex.
+            ValueError: a text that is not a valid input name.
         """
         value = getattr(self, name)
-        missing = value is None and any(field.name == name and field.default is None for field in fields(self))
         if type(value) is int:
             object.__setattr__(self, name, float(value))
-        elif not isinstance(value, Tensor | float | str) and not missing:
-            raise TypeError(f"{name} is {value!r}; it must be a tensor, a number, or the name of an input")
-        elif isinstance(value, str) and not value.isidentifier():
-            raise ValueError(f"{name} is {value!r}, which is no name of an input")
-        elif isinstance(value, Tensor) and value.is_complex():
-            raise TypeError(f"{name} is of {value.dtype}, and activations are no complex numbers")
+        elif isinstance(value, str):
+            if not value.isidentifier():
+                raise ValueError(f"{name} is {value!r}, which cannot be the name of an input")
+        elif isinstance(value, Tensor):
+            if value.is_complex():
+                raise TypeError(
+                    f"{name} is of {value.dtype}, and activations are no complex numbers"
+                )
+        elif not isinstance(value, float):
+            optional = getattr(type(self), name, 0.0) is None  # its default
+            if value is not None or not optional:
+                raise TypeError(
+                    f"{name} is {value!r}; it must be a tensor, a number, or the name of an input"
+                )
 
     def __repr__(self) -> str:
-        from_default = [f for f in fields(self) if f.name in self.numbers or getattr(self, f.name) != f.default]
-        shown = [f"{field.name}={_code(getattr(self, field.name))}" for field in from_default]
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in self.numbers or value != field.default:
+                shown.append(f"{field.name}={_code(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
@@ -406,234 +520,320 @@ class Operation(TouchesPart):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The inputs of a program that it asks for, by name."""
-        found = [getattr(self, name) for name in self.numbers]
-        return tuple(dict.fromkeys([value for value in found if isinstance(value, str)]))
+        """Return the names of the program inputs that the operation needs."""
+        values = [getattr(self, name) for name in self.numbers]
+        return tuple(dict.fromkeys([value for value in values if isinstance(value, str)]))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are tensors, by name."""
+        values = {name: getattr(self, name) for name in self.numbers}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether it acts on some tokens alone, so that it has to know which tokens of the sequence it is shown."""
-        return self.positions is not None or self.keys is not None or self.part != "all" or self.from_step > 0
+        """Tell whether it acts on selected tokens, so that it must know each token's position."""
+        return self.positions is not None or self.keys is not None or self._limits_steps
+
+    @property
+    def _limits_steps(self) -> bool:
+        """Tell whether it acts only on the prompt, only on generated tokens, or only from some step
+        on."""
+        return self.part != "all" or self.from_step > 0
 
     @property
     def mixes_rows(self) -> bool:
-        """Whether what it makes of one row depends on the others."""
+        """Tell whether the result for one row depends on other rows."""
         return False
 
     @property
     def remembers(self) -> bool:
-        """Whether it reads, or asks, what was read elsewhere in the pass."""
+        """Tell whether it reads, or depends on, a value read elsewhere in the pass."""
         return self.where is not None
 
     def check_alone(self, hook: HookPoint) -> None:
-        """Refuses to act on the requests of a batch, each of which is one row, where that means something else.
+        """Raise an error if the operation would give a different result for requests of a batch,
+        which are run as single rows.
 
         Args:
             hook: the hook point.
 
         Raises:
-            ValueError: it chooses rows, has numbers for several, mixes them, or asks for an input.
+            ValueError: it selects rows, has different numbers for rows, mixes rows, or needs an
+                input.
         """
-        several = [
-            name
-            for name in self.numbers
-            if isinstance(value := getattr(self, name), Tensor)
-            and value.ndim == len(hook.point.axes.split())
-            and value.shape[0] > 1
-        ]
-        if self.rows is not None or self.mixes_rows or several or self.inputs:
+        ndim = len(hook.point.axes.split())
+        per_row = any(x.ndim == ndim and len(x) > 1 for x in self.tensors.values())
+        if self.rows is not None or self.mixes_rows or per_row or self.inputs:
             what = "asks for inputs" if self.inputs else "is for the rows of one batch"
             raise ValueError(
-                f"{type(self).__name__} at {hook.name} {what}, and each request here is a run of its own row: give "
-                "each request its own interventions"
+                f"{type(self).__name__} at {hook.name} {what}, and each request here is a run of"
+                " its own row: give each request its own interventions"
             )
 
     def check_point(self, hook: HookPoint) -> None:
-        """Refuses a hook point that it does not fit.
+        """Reject a hook point that the operation does not fit.
 
         Args:
             hook: the hook point.
 
         Raises:
-            ValueError: its activation has not the axes that are asked for.
+            ValueError: its activation lacks the required axes.
         """
         for field in _WHERE:
             if getattr(self, field) is not None:
                 axis_of(field, hook)
-        if self.part != "all" or self.from_step or (self.where is not None and self.where.over == "tokens"):
+        if self._limits_steps or (self.where is not None and self.where.over == "tokens"):
             axis_of("positions", hook)
         if self.where is not None:
             axis_of("rows", hook)
         if self.of_features:
             axis_of("features", hook)
-        axes = hook.point.axes.split()
-        for name in self.numbers:
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                self.check_number(name, value, axes, hook)
+        for name, value in self.tensors.items():
+            self.check_number(name, value, hook)
 
-    def check_number(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
-        """Refuses a tensor that does not broadcast over the activation, whatever the number of tokens is.
+    def check_number(self, name: str, value: Tensor, hook: HookPoint) -> None:
+        """Reject a tensor that does not broadcast over the activation for every number of tokens.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not broadcast.
         """
-        sizes = dict(zip(reversed(axes), reversed(value.shape), strict=False))
-        long = [axis for axis in sizes if axis.endswith("pos") and sizes[axis] != 1]
-        if value.ndim > len(axes) or long:
+        axes = hook.point.axes.split()
+        pairs = zip(reversed(axes), reversed(value.shape), strict=False)
+        per_token = any(axis.endswith("pos") and size != 1 for axis, size in pairs)
+        if value.ndim > len(axes) or per_token:
             raise ValueError(
-                f"{name} of {type(self).__name__} has shape {list(value.shape)}; at {hook.name} it has to broadcast "
-                f"over [{hook.point.axes}], with one number for all positions (Replace takes a number for each)"
+                f"{self._described(name, value)}; at {hook.name} it has to broadcast over"
+                f" [{hook.point.axes}], with one number for all positions (Replace takes a number"
+                " for each)"
             )
-        self._check_heads(name, value, axes, hook)
+        self._check_heads(name, value, hook)
 
-    def _check_heads(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
-        if (n_heads := hook.point.n_heads) is None:
+    def _check_heads(self, name: str, value: Tensor, hook: HookPoint) -> None:
+        n_heads = hook.point.n_heads
+        if n_heads is None:
             return
-        axis = axis_of("heads", hook) - len(axes)
-        if value.ndim >= -axis and value.shape[axis] not in (1, n_heads):
+        axis = axis_of("heads", hook) - len(hook.point.axes.split())
+        if value.ndim < -axis:
+            return
+        size = value.shape[axis]
+        if size not in (1, n_heads):
             raise ValueError(
-                f"{name} of {type(self).__name__} has shape {list(value.shape)}, for {value.shape[axis]} heads; "
-                f"{hook.name} has {n_heads}, all of which it needs, or 1 for all (heads= says which are changed)"
+                f"{self._described(name, value)}, for {size} heads; {hook.name} has {n_heads}, all"
+                " of which it needs, or 1 for all (heads= says which are changed)"
             )
+
+    def _described(self, name: str, value: Tensor) -> str:
+        """Return the beginning of an error message about a number's shape."""
+        return f"{name} of {type(self).__name__} has shape {list(value.shape)}"
 
     def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
-        """The activation as the operation makes it.
+        """Return the activation, changed by the operation.
 
         Args:
             activation: the activation.
             hook: its hook point, whose axes are known.
-            inputs: the inputs that it asks for by name.
+            inputs: the inputs that it needs, by name.
 
         Raises:
             TypeError: an input is missing.
             IndexError: there is no such position, head, feature or row.
         """
-        made = self.made(activation, hook, inputs)
+        changed = self._changed(activation, hook, inputs)
         mask = self.mask(activation, hook)
-        return made if mask is None else torch.where(mask, made, activation)
+        return changed if mask is None else torch.where(mask, changed, activation)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        """What it makes of the whole activation."""
+    def _changed(self, activation: Tensor, hook: HookPoint, inputs: Inputs) -> Tensor:
+        """Return the operation's result as if it acted on the whole activation."""
+        numbers = {
+            name: self.number(name, activation, inputs, hook)
+            for name in self.numbers
+            if getattr(self, name) is not None
+        }
+        return self.change(activation, numbers)
+
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        """Return the operation's result for the whole activation."""
         raise NotImplementedError
 
-    def number(self, name: str, activation: Tensor, inputs: Mapping[str, Tensor], hook: HookPoint) -> Any:
-        """A number, on the activation's device and in its type.
+    def number(self, name: str, activation: Tensor, inputs: Inputs, hook: HookPoint) -> Any:
+        """Return a number on the activation's device and in its dtype.
 
         Raises:
-            TypeError: it is an input that nobody gave; or a fraction, where the activation is of whole numbers.
-            ValueError: it is of another width than the activation.
+            TypeError: the input was not passed; or it is fractional and the activation has an
+                integer dtype.
+            ValueError: its width differs from the activation's.
         """
-        value = getattr(self, name)
-        if isinstance(value, str):
-            if value not in inputs:
-                raise TypeError(
-                    f"{type(self).__name__} at {hook.name} asks for the input {value!r}, which nobody gave: declare it "
-                    f"in a program's inputs, or give the number: Interventions.with_inputs({value}=...)"
-                )
-            value = inputs[value]
+        value = self._value(name, inputs, hook)
+        fractional = activation.is_floating_point()
         if isinstance(value, float):
-            if not activation.is_floating_point() and not value.is_integer():
-                raise TypeError(f"{name} is {value}; the activation at {hook.name} is {activation.dtype}")
-            return value if activation.is_floating_point() else int(value)
-        if value.ndim and value.shape[-1] not in (1, activation.shape[-1]):
+            if not fractional and not value.is_integer():
+                raise TypeError(
+                    f"{name} is {value}; the activation at {hook.name} is {activation.dtype}"
+                )
+            return value if fractional else int(value)
+        width = activation.shape[-1]
+        if value.ndim and value.shape[-1] not in (1, width):
             raise ValueError(
-                f"{name} of {type(self).__name__} has shape {list(value.shape)}; the activation at {hook.name} has "
-                f"{activation.shape[-1]} entries along its last axis, {hook.point.axes.split()[-1]}"
+                f"{self._described(name, value)}; the activation at {hook.name} has {width} entries"
+                f" along its last axis, {hook.point.axes.split()[-1]}"
             )
-        if value.is_floating_point() and not activation.is_floating_point():
-            raise TypeError(f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}")
-        if value.ndim == activation.ndim and 1 < value.shape[0] == rows_given(activation.shape[0], hook):
-            value = value.repeat_interleave(activation.shape[0] // value.shape[0], 0)  # one number for all of its beams
+        if value.is_floating_point() and not fractional:
+            raise TypeError(
+                f"{name} is {value.dtype}; the activation at {hook.name} is {activation.dtype}"
+            )
+        if value.ndim == activation.ndim and value.shape[0] > 1:
+            rows = activation.shape[0]
+            if value.shape[0] == user_rows(rows, hook):  # one number for all beams of a request
+                value = value.repeat_interleave(rows // value.shape[0], 0)
         return value.to(activation.device, activation.dtype)
 
+    def _value(self, name: str, inputs: Inputs, hook: HookPoint) -> Any:
+        """Return a field's number, from the inputs if it is the name of one."""
+        value = getattr(self, name)
+        if not isinstance(value, str):
+            return value
+        if value not in inputs:
+            raise TypeError(
+                f"{type(self).__name__} at {hook.name} asks for the input {value!r}, which"
+                " nobody gave: declare it in a program's inputs, or give the number:"
+                f" Interventions.with_inputs({value}=...)"
+            )
+        return inputs[value]
+
     def mask(self, activation: Tensor, hook: HookPoint) -> Tensor | None:
-        """Where it acts, as a mask that broadcasts over the activation; None: everywhere."""
+        """Return a mask of where it acts, which broadcasts over the activation; None:
+        everywhere."""
         return _all_of(self.masks(activation, hook))
 
     def masks(self, activation: Tensor, hook: HookPoint) -> list[Tensor]:
-        """Masks that broadcast over the activation; it acts where all are true."""
-        masks: list[Tensor] = []
-        axes = hook.point.axes.split()
+        """Return masks that broadcast over the activation; the operation acts where all are
+        true.
+        """
+        masks = _masks_of_padded_keys(activation, hook)
         for field in _WHERE:
-            index = getattr(self, field)
-            if index is None:
-                continue
-            axis, what = axis_of(field, hook), f"one of {field} at {hook.name}"
-            length = activation.shape[axis]
-            if field in ("positions", "keys"):
-                tokens = tokens_along(axes[axis], length, activation.shape[0], hook)
-                mask = chosen(index, tokens, what, activation)
-            elif field == "rows":
-                own = rows_given(length, hook)
-                mask = chosen(index, SequencePart(0, own, own), what, activation).repeat_interleave(length // own)
-            else:
-                mask = chosen(index, SequencePart(0, length, length), what, activation)
-            masks.append(along(mask, axis, activation.ndim))
-        if self.part != "all" or self.from_step:
-            axis = axis_of("positions", hook)
-            tokens = tokens_along(axes[axis], activation.shape[axis], activation.shape[0], hook)
-            places = torch.arange(tokens.length, device=activation.device) + tokens.first
-            first = tokens.prompt + (self.from_step - 1 if self.from_step else 0)
-            masks.append(along(places < first if self.part == "prompt" else places >= first, axis, activation.ndim))
+            if getattr(self, field) is not None:
+                masks.append(self._mask_along(field, activation, hook))
+        if self._limits_steps:
+            masks.append(self._mask_of_steps(activation, hook))
         if self.where is not None:
             masks.append(self.where.mask(activation, hook))
         return masks
 
-    # Of scores and patterns, which heads and queries it touches: no others are made for it.
+    def _mask_along(self, field: str, activation: Tensor, hook: HookPoint) -> Tensor:
+        """Return a mask of the entries that a field selects."""
+        axis = axis_of(field, hook)
+        length = activation.shape[axis]
+        if field in ("positions", "keys"):
+            tokens = tokens_along(axis, activation, hook)
+        else:
+            count = user_rows(length, hook) if field == "rows" else length
+            tokens = SequencePart(0, count, count)
+        name = f"one of {field} at {hook.name}"
+        mask = chosen(getattr(self, field), tokens, name, activation)
+        if field == "rows":  # all beams of a request
+            mask = mask.repeat_interleave(length // tokens.length)
+        return along(mask, axis, activation.ndim)
+
+    def _mask_of_steps(self, activation: Tensor, hook: HookPoint) -> Tensor:
+        """Return a mask of the tokens that `part` and `from_step` select."""
+        axis = axis_of("positions", hook)
+        tokens = tokens_along(axis, activation, hook)
+        tokens.check_end_is_known(hook.name)
+        places = torch.arange(tokens.length, device=activation.device) + tokens.first
+        first = tokens.prompt + max(0, self.from_step - 1)
+        mask = places < first if self.part == "prompt" else places >= first
+        return along(mask, axis, activation.ndim)
+
+    # For scores and patterns: the touched heads and queries, so that only these are computed.
 
     def touched(self, shape: tuple[int, int, int, int], hook: HookPoint) -> Touched | None:
-        """Which heads and queries it touches."""
-        if self.heads is None and self.positions is None and self.part == "all" and not self.from_step:
+        """Return the heads and queries that it touches."""
+        if self.heads is None and self.positions is None and not self._limits_steps:
             return None
-        heads, queries = torch.ones(shape[1], dtype=torch.bool), torch.ones(shape[2], dtype=torch.bool)
-        for mask in replace(self, where=None).masks(torch.empty(()).expand(shape), hook):
+        heads = torch.ones(shape[1], dtype=torch.bool, device="cpu")
+        queries = torch.ones(shape[2], dtype=torch.bool, device="cpu")
+        for mask in replace(self, where=None).masks(
+            torch.empty((), device="cpu").expand(shape), hook
+        ):
             heads &= mask.amax((0, 2, 3))
             queries &= mask.amax((0, 1, 3))
         return Touched(heads, queries, MAX_BYTES)
 
     def within(self, part: Part, hook: HookPoint) -> HookFunction:
-        """The same, of a part: its numbers for heads are those of the part's."""
-        own: dict[str, Any] = {
+        """Return the operation restricted to a part, with the numbers for the part's heads."""
+        numbers: dict[str, Any] = {
             name: picked(value, {value.ndim - 3: part.heads})
-            for name in self.numbers
-            if isinstance(value := getattr(self, name), Tensor) and value.ndim > 2 and value.shape[-3] > 1
+            for name, value in self.tensors.items()
+            if value.ndim > 2 and value.shape[-3] > 1
         }
-        made, places = replace(self, **own) if own else self, {1: part.heads, 2: part.queries}
+        operation = replace(self, **numbers) if numbers else self
+
+        def on_part(mask: Tensor) -> Tensor:
+            places = {1: part.heads, 2: part.queries}
+            return picked(mask, {axis: i for axis, i in places.items() if mask.shape[axis] > 1})
 
         def change(activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
-            new = made.made(activation, hook, inputs)
+            changed = operation._changed(activation, hook, inputs)
             masks = self.masks(activation.new_empty(()).expand(part.shape), hook)
-            mask = _all_of([picked(x, {a: i for a, i in places.items() if x.shape[a] > 1}) for x in masks])
-            return new if mask is None else torch.where(mask, new, activation)
+            mask = _all_of([on_part(x) for x in masks])
+            return changed if mask is None else torch.where(mask, changed, activation)
 
         return change
 
 
+_Kind = TypeVar("_Kind", bound=Operation)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True)
+def _operation(kind: type[_Kind]) -> type[_Kind]:
+    """Make a class of operations a frozen dataclass, with the methods of `Operation`."""
+    return dataclass(frozen=True, repr=False, eq=False)(kind)
+
+
+def _masks_of_padded_keys(activation: Tensor, hook: HookPoint) -> list[Tensor]:
+    """Return masks of the keys that are not padding, for scores and patterns: no operation may let
+    a query attend to padding, because a row on its own has none.
+    """
+    axes = hook.point.axes.split()
+    for axis, name in enumerate(axes):
+        if name in _KEYS and (tokens := padded_tokens(axis, activation, hook)) is not None:
+            positions, _ = _positions(tokens, activation.device)
+            allowed = along(positions >= 0, axis, activation.ndim)
+            for queries in [i for i, other in enumerate(axes) if other in ("pos", "decoder_pos")]:
+                of_queries = padded_tokens(queries, activation, hook)
+                if of_queries is not None:  # what padding attends to is of no row
+                    positions, _ = _positions(of_queries, activation.device)
+                    allowed = allowed | along(positions < 0, queries, activation.ndim)
+            return [allowed]
+    return []
+
+
 def _all_of(masks: Sequence[Tensor]) -> Tensor | None:
-    """Where all masks are true; None: there are none."""
+    """Return the conjunction of all masks; None if there are none."""
     return functools.reduce(torch.logical_and, masks) if masks else None
 
 
 def _code(value: object) -> str:
-    """A field as the code that makes it."""
+    """Return the source code of a field's value."""
     if isinstance(value, Tensor):
         return f"torch.tensor({value.detach().tolist()!r}, dtype={value.dtype})"
     return repr(value)
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
+def _same(value: object, other: object) -> bool:
+    """Tell whether two fields have equal values; for tensors, also equal dtypes."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return not isinstance(value, Tensor) and not isinstance(other, Tensor) and value == other
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Set(Operation):
-    """Puts a value in the activation's place, such as a mean over a data set.
+    """An operation that replaces the activation by a value, such as a mean over a data set.
 
     Args:
-        value: broadcasts over the activation.
+        value: a number or a tensor that broadcasts over the activation.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -647,40 +847,44 @@ class Set(Operation):
     value: Number
     numbers = ("value",)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        value = self.number("value", activation, inputs, hook)
-        return torch.full_like(activation, value) if isinstance(value, float | int) else value.expand_as(activation)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        value = numbers["value"]
+        if isinstance(value, float | int):
+            return torch.full_like(activation, value)
+        return value.expand_as(activation)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Add(Operation):
-    """Adds a value: a steering vector (Turner et al. 2023).
+    """An operation that adds a value: a steering vector (Turner et al. 2023).
 
     Args:
-        value: broadcasts over the activation.
-        scale: what it is multiplied with; broadcasts, too.
+        value: a number or a tensor that broadcasts over the activation.
+        scale: a factor that multiplies the value; it broadcasts too.
     """
 
     value: Number
     scale: Number = 1.0
     numbers = ("value", "scale")
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        value = self.number("value", activation, inputs, hook)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
         if isinstance(self.scale, float) and self.scale == 1.0:
-            return activation + value
-        return activation + self.number("scale", activation, inputs, hook) * value
+            return activation + numbers["value"]
+        return activation + numbers["scale"] * numbers["value"]
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class AddScaled(Operation):
-    """Adds a direction that is as long as the activation is: ``h + scale * |h| * v / |v|``, lengths along features.
+    """An operation that adds a direction with the activation's norm: ``h + scale * |h| * v / |v|``,
+    norms along features.
 
-    So are activations given to an activation oracle (Karvonen et al. 2025), whatever the norm of the stream is there.
+    Activation oracles (Karvonen et al. 2025) are given activations this way, independently of the
+    stream's norm.
 
     Args:
-        value: ``[feature]``, or what broadcasts over the activation; of any length but zero.
-        scale: in lengths of the activation.
+        value: the direction, ``[feature]``, or a tensor that broadcasts over the activation; of any
+            length except zero.
+        scale: the size of the added vector, in units of the activation's norm.
 
     Example:
         >>> import torch
@@ -701,141 +905,64 @@ class AddScaled(Operation):
         super().__post_init__()
         _check_vectors("value", self.value)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        value = self.number("value", activation, inputs, hook)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
         wide = torch.promote_types(activation.dtype, torch.float32)
-        longs = [torch.linalg.vector_norm(x.to(wide), dim=-1, keepdim=True) for x in (activation, value)]
-        added = value.to(wide) * (longs[0] / longs[1]) * self.number("scale", activation, inputs, hook)
+        value = numbers["value"].to(wide)
+        activation_norm = torch.linalg.vector_norm(activation.to(wide), dim=-1, keepdim=True)
+        value_norm = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
+        added = value * (activation_norm / value_norm) * numbers["scale"]
         return activation + added.to(activation.dtype)
 
 
 def _refuse_number(name: str, value: object) -> None:
-    """Refuses a number where several are needed.
+    """Reject a single number where several are needed.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a single number.
     """
     if isinstance(value, float):
         raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
 
 
 def _check_vectors(name: str, value: object) -> None:
-    """Refuses what has no direction.
+    """Reject vectors without a direction.
 
     Raises:
         TypeError: a number.
         ValueError: a vector of zeros.
     """
     _refuse_number(name, value)
-    # Of what `torch.vmap` maps over, nothing can be asked.
-    if (
-        isinstance(value, Tensor)
-        and not is_functorch_wrapped_tensor(value)
-        and not bool(value.any(-1).all() if value.ndim else False)
-    ):
-        raise ValueError(f"{name} has shape {list(value.shape)} and a vector of zeros in it, which has no direction")
+    # Values of tensors under `torch.vmap` cannot be read.
+    if not isinstance(value, Tensor) or is_functorch_wrapped_tensor(value):
+        return
+    if value.ndim == 0 or not bool(value.any(-1).all()):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)} and a vector of zeros in it, which has no"
+            " direction"
+        )
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Probe(Operation):
-    """Reads ``activation @ direction + bias`` and leaves the activation as it is; conditions ask what it read.
-
-    Args:
-        direction: ``[feature]``.
-        name: what conditions call it.
-        bias: a number.
-        over: whether ``probe > threshold`` is asked of each token, or of each row (see `Condition`).
-
-    Example:
-        >>> import torch
-        >>> from bridge import TransformerBridge
-        >>> from bridge.interventions import Add, Interventions, Probe
-        >>> bridge = TransformerBridge.boot_embedded()
-        >>> probe = Probe(torch.ones(128), "sure")
-        >>> steer = Add(torch.randn(128), where=probe > 2.0)
-        >>> pairs = Interventions([("blocks.1.hook_resid_post", probe), ("blocks.2.hook_resid_post", steer)], bridge)
-        >>> bridge.run_with_hooks("Mary and", fwd_hooks=pairs).shape
-        torch.Size([1, 3, 654])
-    """
-
-    direction: Tensor | str
-    name: str
-    bias: Number = 0.0
-    over: str = "tokens"
-    numbers = ("direction", "bias")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("over", self.over, ("tokens", "rows"))
-        _check_vectors("direction", self.direction)
-        if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"name is {self.name!r}; it must be a text")
-        if isinstance(self.direction, Tensor) and self.direction.ndim != 1:
-            raise ValueError(f"direction has shape {list(self.direction.shape)}; it must be [feature]")
-        chosen = [f.name for f in fields(Operation) if getattr(self, f.name) != f.default]
-        if chosen:
-            raise ValueError(f"a probe reads everywhere: {', '.join(chosen)} would have no effect")
-
-    def __gt__(self, threshold: float) -> Condition:
-        return Condition(self.name, True, threshold, self.over)
-
-    def __lt__(self, threshold: float) -> Condition:
-        return Condition(self.name, False, threshold, self.over)
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
-    def check_point(self, hook: HookPoint) -> None:
-        super().check_point(hook)
-        axes = hook.point.axes.split()
-        if len(axes) != 3 or axes[0] != "batch" or axes[1] not in _POSITIONS:
-            raise ValueError(f"{hook.name} has the axes [{hook.point.axes}]; a probe reads [batch pos feature]")
-
-    def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
-        self.check_point(hook)
-        readings = _readings(hook)
-        read = activation @ self.number("direction", activation, inputs, hook)
-        read = read + self.number("bias", activation, inputs, hook)
-        rows, length = read.shape
-        tokens = tokens_along(hook.point.axes.split()[1], length, rows, hook)
-        known = read
-        if tokens.real is not None:
-            places = torch.arange(length) + tokens.first
-            real = tokens.real.to(read.device)[:, places.clamp(max=tokens.prompt - 1)]
-            known = read.masked_fill(~(real | (places >= tokens.prompt).to(read.device)), float("-inf"))
-        own = rows_given(rows, hook)
-        highest = known.reshape(own, -1).amax(-1)
-        before = readings.get(self.name)
-        if before is not None and before.highest.shape == highest.shape:
-            highest = torch.maximum(highest, before.highest.to(highest.device))
-        generation = pass_of(hook)[1]
-        step = None if generation is None else generation.tokens
-        readings[self.name] = ProbeReading(step, read.detach(), highest.detach())
-        return activation
-
-
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Scale(Operation):
-    """Multiplies the activation with a number, or a tensor of them.
+    """An operation that multiplies the activation by a number, or by a tensor.
 
     Args:
-        by: broadcasts over the activation.
+        by: a number or a tensor that broadcasts over the activation.
     """
 
     by: Number
     numbers = ("by",)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        return activation * self.number("by", activation, inputs, hook)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        return activation * numbers["by"]
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Clamp(Operation):
-    """Keeps the activation between two bounds.
+    """An operation that clamps the activation between two bounds.
 
     Args:
-        min, max: broadcast over the activation; None: no bound there.
+        min, max: numbers or tensors that broadcast over the activation; None: no bound.
     """
 
     min: Number | None = None
@@ -847,33 +974,38 @@ class Clamp(Operation):
         if self.min is None and self.max is None:
             raise ValueError("Clamp needs min, max, or both")
         bounds = [x for x in (self.min, self.max) if x is not None and not isinstance(x, str)]
-        if len(bounds) == 2 and bool((torch.as_tensor(bounds[0]) > torch.as_tensor(bounds[1])).any()):
-            raise ValueError(f"min is {self.min} and max {self.max}: nothing is between them")
+        if len(bounds) == 2:
+            lower, upper = map(torch.as_tensor, bounds)
+            if bool((lower > upper).any()):
+                raise ValueError(f"min is {self.min} and max {self.max}: nothing is between them")
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        made = activation
-        for name, bound in (("min", torch.maximum), ("max", torch.minimum)):
-            if getattr(self, name) is not None:
-                value = self.number(name, activation, inputs, hook)
-                value = value if isinstance(value, Tensor) else torch.full_like(activation, value)
-                made = bound(made, value)
-        return made
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        clamped = activation
+        for name, clamp in (("min", torch.maximum), ("max", torch.minimum)):
+            if name in numbers:
+                bound = numbers[name]
+                if not isinstance(bound, Tensor):
+                    bound = torch.full_like(activation, bound)
+                clamped = clamp(clamped, bound)
+        return clamped
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Zero(Operation):
-    """Puts zero in the activation's place."""
+    """An operation that replaces the activation by zero (zero ablation)."""
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
         return torch.zeros_like(activation)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Mean(Operation):
-    """Puts the activation's own mean along an axis in its place. (`Set` puts a mean over other data.)
+    """An operation that replaces the activation by its own mean along an axis. (`Set` uses a mean
+    over other data.)
 
     Args:
-        over: ``"rows"`` of the batch, position by position; ``"heads"``; or ``"features"``.
+        over: the axis: ``"rows"`` of the batch, position by position; ``"heads"``; or
+            ``"features"``.
     """
 
     over: str
@@ -893,18 +1025,59 @@ class Mean(Operation):
         super().check_point(hook)
         axis_of(self.over, hook)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _changed(self, activation: Tensor, hook: HookPoint, inputs: Inputs) -> Tensor:
+        if self.over == "rows":
+            return _mean_of_rows(activation, hook)
         return mean(activation, axis_of(self.over, hook)).expand_as(activation)
 
 
+def _mean_of_rows(activation: Tensor, hook: HookPoint) -> Tensor:
+    """Return, for each token, the mean over the rows that have a token at its position.
+
+    Padding is excluded and unchanged.
+
+    Raises:
+        ValueError: rows are padded, and the activation has axes of queries and keys; or a row of
+            the generation has ended.
+    """
+    _, generation = pass_of(hook)
+    if generation is not None and generation.ended is not None and bool(generation.ended.any()):
+        raise ValueError(
+            f'Mean("rows") at {hook.name}: a row of this generation has ended, and its padding'
+            " would be in the mean of the others. Pass stop_at_eos=False, and cut the rows"
+            " afterwards"
+        )
+    axes = hook.point.axes.split()
+    of_tokens = [axis for axis, name in enumerate(axes) if name in _POSITIONS]
+    parts = [padded_tokens(axis, activation, hook) for axis in of_tokens]
+    if not activation.is_floating_point() or not any(parts):
+        return mean(activation, axis_of("rows", hook)).expand_as(activation)
+    if len(of_tokens) > 1:
+        raise ValueError(
+            f'Mean("rows") at {hook.name} has no meaning for rows with padding, whose queries have'
+            " other keys: run rows of one length, without padding"
+        )
+    (tokens,), (axis,) = parts, of_tokens
+    assert tokens is not None
+    positions, _ = _positions(tokens, activation.device)
+    real, rows = positions >= 0, activation.movedim(axis, 1)
+    at_position = nn.functional.one_hot(positions.clamp(min=0)) * real[..., None]
+    counts = at_position.sum((0, 1)).clamp(min=1)
+    weights = (at_position / counts).to(rows.dtype)
+    means = torch.einsum("rpn,rp...->n...", weights, rows)
+    of_tokens_own = means[positions.clamp(min=0)]
+    real = real.reshape(*real.shape, *(1 for _ in rows.shape[2:]))
+    return torch.where(real, of_tokens_own, rows).movedim(1, axis)
+
+
 def mean(activation: Tensor, axis: int) -> Tensor:
-    """The mean along an axis, which stays; whole numbers have none, and are left as they are."""
+    """Return the mean along an axis, which is kept; integers are returned unchanged."""
     return activation.mean(axis, keepdim=True) if activation.is_floating_point() else activation
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class ProjectOut(Operation):
-    """Takes the part along some directions out of the activation (Arditi et al. 2024).
+    """An operation that removes the activation's component along directions (Arditi et al. 2024).
 
     Args:
         directions: ``[feature]``, or several ``[direction feature]``; of any length, at any angle.
@@ -916,49 +1089,50 @@ class ProjectOut(Operation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_number("directions", self.directions)
-        if isinstance(self.directions, Tensor):
-            if self.directions.ndim not in (1, 2) or not self.directions.is_floating_point():
-                raise ValueError(
-                    f"directions has shape {list(self.directions.shape)} and type {self.directions.dtype}; it must be "
-                    "of fractions, [feature] or [direction feature]"
-                )
-            rows = self.directions.detach().double().reshape(-1, self.directions.shape[-1])
-            if not is_functorch_wrapped_tensor(rows) and int(torch.linalg.matrix_rank(rows)) < len(rows):
-                raise ValueError("the directions depend on each other (or one is zero): give each of them once")
+        directions = self.directions
+        _refuse_number("directions", directions)
+        if not isinstance(directions, Tensor):
+            return
+        if directions.ndim not in (1, 2) or not directions.is_floating_point():
+            raise ValueError(
+                f"directions has shape {list(directions.shape)} and type {directions.dtype}; it"
+                " must be of fractions, [feature] or [direction feature]"
+            )
+        rows = directions.detach().double().reshape(-1, directions.shape[-1])
+        if is_functorch_wrapped_tensor(rows):
+            return
+        if int(torch.linalg.matrix_rank(rows)) < len(rows):
+            raise ValueError(
+                "the directions depend on each other (or one is zero): give each of them once"
+            )
 
-    def check_number(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
-        pass  # its axes are not those of the activation
+    def check_number(self, name: str, value: Tensor, hook: HookPoint) -> None:
+        pass  # its axes differ from the activation's
 
-    def along(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The part of the activation along the directions."""
-        rows = self.number("directions", activation, inputs, hook)
-        basis = orthonormal(rows.reshape(-1, rows.shape[-1]))
-        return (activation @ basis.T) @ basis
-
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        return activation - self.along(activation, hook, inputs)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        return activation - _component(activation, numbers["directions"])
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class ProjectOnto(ProjectOut):
-    """Leaves of the activation only the part along some directions.
+    """An operation that keeps only the activation's component along directions.
 
     Args:
         directions: as for `ProjectOut`.
     """
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.along(activation, hook, inputs)
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        return _component(activation, numbers["directions"])
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Cap(ProjectOut):
-    """Keeps the coordinate along a direction at a value or below.
+    """An operation that caps the coordinate along a direction at a value.
 
     Args:
-        directions: one direction ``[feature]``, of any length; the coordinate is of one of length one.
-        most: a number.
+        directions: one direction ``[feature]``, of any length; the coordinate is measured along the
+            unit vector.
+        most: the largest allowed coordinate.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -966,7 +1140,10 @@ class Cap(ProjectOut):
         >>> bridge = TransformerBridge.boot_embedded()
         >>> capped = Cap(bridge.tokens_to_residual_directions(" Mary"), 0.0)
         >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", capped)]):
-        ...     bridge("When Mary and John went to the store, John gave a drink to", return_type="predictions")
+        ...     bridge(
+        ...         "When Mary and John went to the store, John gave a drink to",
+        ...         return_type="predictions",
+        ...     )
         ' John'
     """
 
@@ -978,36 +1155,47 @@ class Cap(ProjectOut):
         for name, axes in (("directions", 1), ("most", 0)):
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.ndim != axes:
-                raise ValueError(f"{name} has shape {list(value.shape)}; Cap is along one direction, at one number")
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)}; Cap is along one direction, at one"
+                    " number"
+                )
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
-        unit = orthonormal(self.number("directions", activation, inputs, hook).reshape(1, -1))[0]
-        above = (activation @ unit - self.number("most", activation, inputs, hook)).clamp_min(0)
-        return activation - above.unsqueeze(-1) * unit
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        unit = orthonormal(numbers["directions"].reshape(1, -1))[0]
+        excess = (activation @ unit - numbers["most"]).clamp_min(0)
+        return activation - excess.unsqueeze(-1) * unit
+
+
+def _component(activation: Tensor, directions: Tensor) -> Tensor:
+    """Return the component of an activation along directions."""
+    basis = orthonormal(directions.reshape(-1, directions.shape[-1]))
+    return (activation @ basis.T) @ basis
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of what rows span, by Gram and Schmidt (twice), which every runtime has.
+    """Return an orthonormal basis of the row space by Gram-Schmidt (twice), which every export
+    runtime supports.
 
     Args:
-        rows: ``[direction feature]``, independent.
+        rows: ``[direction feature]``, linearly independent.
     """
-    found: list[Tensor] = []
+    basis: list[Tensor] = []
     for row in rows.to(torch.promote_types(rows.dtype, torch.float32)).unbind(0):
         for _ in range(2):
-            for before in found:
+            for before in basis:
                 row = row - (row * before).sum() * before
             row = row / (row * row).sum().sqrt()
-        found.append(row)
-    return torch.stack(found).to(rows.dtype)
+        basis.append(row)
+    return torch.stack(basis).to(rows.dtype)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@_operation
 class Replace(Operation):
-    """Puts the activation of another run in the activation's place.
+    """An operation that replaces the activation by one from another run.
 
     Args:
-        source: the activation there: of one row, or of as many as here; of as many positions as the prompt has.
+        source: the other run's activation, with one row or the same number of rows, and with as
+            many positions as the prompt.
     """
 
     source: Tensor | str
@@ -1017,52 +1205,152 @@ class Replace(Operation):
         super().__post_init__()
         _refuse_number("source", self.source)
 
-    def check_number(self, name: str, value: Tensor, axes: list[str], hook: HookPoint) -> None:
-        if value.ndim != len(axes):
+    def check_number(self, name: str, value: Tensor, hook: HookPoint) -> None:
+        if value.ndim != len(hook.point.axes.split()):
             raise ValueError(
-                f"the source of Replace has shape {list(value.shape)}; at {hook.name} it needs the axes "
-                f"[{hook.point.axes}], as a cache with its batch axis has them"
+                f"the source of Replace has shape {list(value.shape)}; at {hook.name} it needs the"
+                f" axes [{hook.point.axes}], as a cache with its batch axis has them"
             )
-        self._check_heads(name, value, axes, hook)
+        self._check_heads(name, value, hook)
 
     @property
     def chooses_tokens(self) -> bool:
-        return True  # those that the other run has
+        return True  # the tokens of the other run
 
     def touched(self, shape: tuple[int, int, int, int], hook: HookPoint) -> Touched | None:
-        found = super().touched(shape, hook)
-        return None if found is None else Touched(found.heads, torch.ones_like(found.queries), None)
+        touched = super().touched(shape, hook)
+        if touched is None:
+            return None
+        return Touched(touched.heads, torch.ones_like(touched.queries), None)
 
-    def made(self, activation: Tensor, hook: HookPoint, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _changed(self, activation: Tensor, hook: HookPoint, inputs: Inputs) -> Tensor:
         source: Tensor = self.number("source", activation, inputs, hook)
         if is_compiling():
             return source.expand_as(activation)
         axes = hook.point.axes.split()
-        made, here, there = activation, [slice(None)] * len(axes), [slice(None)] * len(axes)
+        here = [slice(None)] * len(axes)
+        of_source = here.copy()
         for axis, name in enumerate(axes):
-            if not name.endswith("pos"):
-                if source.shape[axis] not in (1, activation.shape[axis]):
-                    raise ValueError(self._misfit(source, activation, hook))
-                continue
-            tokens = tokens_along(name, activation.shape[axis], activation.shape[0], hook)
-            if source.shape[axis] != tokens.prompt:
-                raise ValueError(self._misfit(source, activation, hook))
-            both = max(0, min(tokens.prompt, tokens.first + tokens.length) - tokens.first)
-            here[axis], there[axis] = slice(0, both), slice(tokens.first, tokens.first + both)
-        made = activation.clone()
-        made[tuple(here)] = source[tuple(there)]
-        return made
+            size = source.shape[axis]
+            if name.endswith("pos"):
+                tokens = tokens_along(axis, activation, hook)
+                fits = size == tokens.prompt
+                end = max(tokens.first, min(tokens.prompt, tokens.first + tokens.length))
+                here[axis] = slice(0, end - tokens.first)
+                of_source[axis] = slice(tokens.first, end)
+            else:
+                fits = size in (1, activation.shape[axis])
+            if not fits:
+                raise ValueError(
+                    f"the source of Replace at {hook.name} has shape {list(source.shape)}, the"
+                    f" activation {list(activation.shape)} ([{hook.point.axes}]): it needs the"
+                    " positions of the prompt, and one row or as many"
+                )
+        replaced = activation.clone()
+        replaced[tuple(here)] = source[tuple(of_source)]
+        return replaced
 
-    def _misfit(self, source: Tensor, activation: Tensor, hook: HookPoint) -> str:
-        return (
-            f"the source of Replace at {hook.name} has shape {list(source.shape)}, the activation "
-            f"{list(activation.shape)} ([{hook.point.axes}]): it needs the positions of the prompt, and one row or as "
-            "many"
-        )
+
+@_operation
+class Probe(Operation):
+    """An operation that reads ``activation @ direction + bias`` without a change; conditions use
+    the reading.
+
+    Args:
+        direction: ``[feature]``.
+        name: its name in conditions.
+        bias: a number.
+        over: whether ``probe > threshold`` is evaluated per token, or per row (see `Condition`).
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import Add, Interventions, Probe
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> probe = Probe(torch.ones(128), "sure")
+        >>> steer = Add(torch.randn(128), where=probe > 2.0)
+        >>> pairs = Interventions(
+        ...     [("blocks.1.hook_resid_post", probe), ("blocks.2.hook_resid_post", steer)], bridge
+        ... )
+        >>> bridge.run_with_hooks("Mary and", fwd_hooks=pairs).shape
+        torch.Size([1, 3, 654])
+    """
+
+    direction: Tensor | str
+    name: str
+    bias: Number = 0.0
+    over: str = "tokens"
+    numbers = ("direction", "bias")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("over", self.over, ("tokens", "rows"))
+        _check_vectors("direction", self.direction)
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"name is {self.name!r}; it must be a text")
+        if isinstance(self.direction, Tensor) and self.direction.ndim != 1:
+            raise ValueError(
+                f"direction has shape {list(self.direction.shape)}; it must be [feature]"
+            )
+        idle = [f.name for f in fields(Operation) if getattr(self, f.name) != f.default]
+        if idle:
+            raise ValueError(f"a probe reads everywhere: {', '.join(idle)} would have no effect")
+
+    def __gt__(self, threshold: float) -> Condition:
+        return Condition(self.name, True, threshold, self.over)
+
+    def __lt__(self, threshold: float) -> Condition:
+        return Condition(self.name, False, threshold, self.over)
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def check_point(self, hook: HookPoint) -> None:
+        super().check_point(hook)
+        axes = hook.point.axes.split()
+        if len(axes) != 3 or axes[0] != "batch" or axes[1] not in _POSITIONS:
+            raise ValueError(
+                f"{hook.name} has the axes [{hook.point.axes}]; a probe reads [batch pos feature]"
+            )
+
+    def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
+        self.check_point(hook)
+        readings, step = _readings(hook)
+        values = activation @ self.number("direction", activation, inputs, hook)
+        values = values + self.number("bias", activation, inputs, hook)
+        unpadded = self._without_padding(values, tokens_along(1, activation, hook))
+        highest = unpadded.reshape(user_rows(len(values), hook), -1).amax(-1)
+        before = readings.get(self.name)
+        if before is not None and before.highest.shape == highest.shape:
+            highest = torch.maximum(highest, before.highest.to(highest.device))
+        readings[self.name] = _ProbeReading(step, values.detach(), highest.detach())
+        return activation
+
+    @staticmethod
+    def _without_padding(values: Tensor, tokens: SequencePart) -> Tensor:
+        """Return the values ``[row token]`` with minus infinity at padding."""
+        if tokens.real is None:
+            return values
+        places = torch.arange(tokens.length, device="cpu") + tokens.first
+        real = tokens.real.to(values.device)[:, places.clamp(max=tokens.prompt - 1)]
+        generated = (places >= tokens.prompt).to(values.device)
+        return values.masked_fill(~(real | generated), float("-inf"))
 
 
+_KINDS = (
+    Set,
+    Add,
+    AddScaled,
+    Scale,
+    Clamp,
+    Zero,
+    Mean,
+    ProjectOut,
+    ProjectOnto,
+    Cap,
+    Replace,
+    Probe,
+)
 #: All operations, by name.
-OPERATIONS: dict[str, type[Operation]] = {
-    kind.__name__: kind
-    for kind in (Set, Add, AddScaled, Scale, Clamp, Zero, Mean, ProjectOut, ProjectOnto, Cap, Replace, Probe)
-}
+OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in _KINDS}

@@ -10,11 +10,12 @@ from bridge.legacy import table
 
 if TYPE_CHECKING:
     from bridge.cache import ActivationCache as ActivationCache
-    from bridge.legacy.HookedEncoder import BertNextSentencePrediction as BertNextSentencePrediction
     from bridge.legacy.HookedEncoder import HookedEncoder as HookedEncoder
     from bridge.legacy.HookedEncoder import HookedEncoderDecoder as HookedEncoderDecoder
     from bridge.legacy.HookedTransformer import HookedTransformer as HookedTransformer
-    from bridge.legacy.HookedTransformerConfig import HookedTransformerConfig as HookedTransformerConfig
+    from bridge.legacy.HookedTransformerConfig import (
+        HookedTransformerConfig as HookedTransformerConfig,
+    )
     from bridge.legacy.model_bridge import TransformerBridge as TransformerBridge
     from bridge.weights import FactoredMatrix as FactoredMatrix
 
@@ -22,7 +23,9 @@ __all__ = [*table.NAMES["package"]]
 
 
 class _Package(ModuleType):
-    """The package: ``HookedTransformer`` is both a module in it and a class; as an attribute it is the class."""
+    """The package: ``HookedTransformer`` is both a module in it and a class; as an attribute it is
+    the class.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and ":" in table.NAMES["package"].get(name, ""):

@@ -1,10 +1,11 @@
-"""Programs that import `transformer_lens` get `bridge.legacy`, once this module has been imported.
+"""Make `import transformer_lens` return `bridge.legacy`, once this module has been imported.
 
-For code that cannot be changed, such as another package. `bridge.legacy.utils` is then `transformer_lens.utils`, and so
-is every other module: the same object under both names. The names are those of TransformerLens 2 and of 4. It goes for
-the whole process, also where TransformerLens is installed.
+Use it for code that cannot be changed, such as another package. `bridge.legacy.utils` is then
+`transformer_lens.utils`, and likewise for every other module: the same object under both names. The
+names are those of TransformerLens 2 and 4. The effect is process-wide, even if TransformerLens is
+installed.
 
-A program that asks `importlib.metadata` for the version is told 4.3.0; `version` says another.
+`importlib.metadata` reports version 4.3.0; use `version` to change it.
 
 Example:
     >>> import bridge.legacy.as_transformer_lens
@@ -34,19 +35,23 @@ NAME, OURS = "transformer_lens", bridge.legacy.__name__
 
 
 class _Named(importlib.metadata.Distribution):
-    """What `importlib.metadata` finds under the other name: a version, and no files."""
+    """The distribution that `importlib.metadata` finds as ``transformer-lens``: a version, and no
+    files.
+    """
 
-    said = "4.3.0"
+    reported = "4.3.0"
 
     def read_text(self, filename: str) -> str | None:
-        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {self.said}\n" if filename == "METADATA" else None
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {self.reported}\n"
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).parent / path
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds our modules under the other name."""
+    """An import finder that returns our modules under the other name."""
 
     def find_spec(
         self, fullname: str, path: Iterable[str] | None = None, target: ModuleType | None = None
@@ -56,21 +61,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts our module where Python looks for the one that it has just made."""
+        """Replace the module that Python has just created with ours."""
         sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """What is installed, to `importlib.metadata`."""
+        """Yield our distribution for `importlib.metadata`."""
         if getattr(context, "name", None) in ("transformer-lens", NAME):
             yield _Named()
 
 
 class version:
-    """The version that `importlib.metadata` is told for ``transformer-lens``: from now on, or inside a ``with``
-    statement. It changes nothing else: the names are always those of TransformerLens 2 and of 4.
+    """The version that `importlib.metadata` reports for ``transformer-lens``, from now on or inside
+    a ``with`` statement. It changes nothing else: the names are always those of TransformerLens 2
+    and 4.
 
     Args:
-        said: such as ``"2.18.0"``.
+        said: the version, such as ``"2.18.0"``.
 
     Example:
         >>> import importlib.metadata
@@ -83,13 +89,18 @@ class version:
     """
 
     def __init__(self, said: str) -> None:
-        self._before, _Named.said = _Named.said, said
+        self._before, _Named.reported = _Named.reported, said
 
     def __enter__(self) -> None:
-        """It was said when this was made."""
+        """Enter the ``with`` statement; the version was set by the constructor."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _Named.said = self._before
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _Named.reported = self._before
 
 
 def _ours(name: str) -> str:

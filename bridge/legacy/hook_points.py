@@ -1,11 +1,12 @@
-"""`HookPoint` and `HookedRootModule`: the bridge's hook point as a torch module, and modules of users that hold some.
+"""`HookPoint` and `HookedRootModule`: hook points as torch modules, for users' own modules.
 
-A Hugging Face model needs none of this: its hook points are `bridge.HookPoint`. These are for a user's own modules: a
-toy model, or a wrapper that is put into a model (see `HookedTransformer.setup`).
+A Hugging Face model does not need these: its hook points are `bridge.HookPoint`. They are for your
+own modules: a toy model, or a wrapper inside a model (see `HookedTransformer.setup`).
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from adapters.points import Point, Site
 from adapters.views import Call, View
+from bridge.arguments import check_choice
 from bridge.facade.hooks import AddsHooks
 from bridge.hooks import hooks as bridge_point
-from bridge.hooks.arguments import check_choice
 from bridge.hooks.context import Listener
 from bridge.hooks.hooks import AttachesListeners, Handle
 from bridge.hooks.names import Names, NamesFilter
@@ -33,16 +34,22 @@ T = TypeVar("T")
 
 #: ``fn(activation, hook=point)`` returns the new activation, or None.
 HookFunction = Callable[..., Any]
-#: Where something is to be, or None for where it is.
+#: A device or dtype to move to, or None to keep it.
 DeviceType = torch.device | None
 
-#: For parts and hook points in whose place a user's module is being called: what the old one does there.
-CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar("legacy_calls", default={})  # noqa: B039
+#: The original parts and hook points whose replacements are being called: calling one runs the
+#: original.
+CALLS: ContextVar[dict[nn.Module, Callable[..., Any] | None]] = ContextVar(
+    "legacy_calls",
+    default={},  # noqa: B039
+)
 
 
 @dataclass(frozen=True)
-class TorchHook:
-    """A function at a hook point as torch would call it; it is called as HookedTransformer calls its own."""
+class _TorchHook:
+    """A function at a hook point in torch's signature, called as HookedTransformer calls its
+    own.
+    """
 
     point: bridge_point.HookPoint
     function: HookFunction
@@ -50,52 +57,63 @@ class TorchHook:
     @property
     def __name__(self) -> str:
         function = self.function
-        return f"partial({function.func!r},...)" if isinstance(function, partial) else repr(function)
+        if isinstance(function, partial):
+            return f"partial({function.func!r},...)"
+        return repr(function)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.function(output[0] if isinstance(output, tuple) else output, hook=self.point)
 
 
-class TorchHandle(Handle, RemovableHandle):  # type: ignore[misc,override]
-    """A handle as torch has them. Its dictionary can be read; hook points have methods that add and remove hooks."""
+class _TorchHandle(Handle, RemovableHandle):  # type: ignore[misc,override]
+    """A handle with torch's interface. Its dictionary is read-only; use the hook point's methods to
+    add and remove hooks.
+    """
 
-    def hooks_dict_ref(self) -> Mapping[int, TorchHook]:  # type: ignore[override]
-        """All functions of its kind at its hook point, by the numbers of their handles."""
-        there = [listener for listener in self.hook.listeners if listener.kind == self.listener.kind]
-        return MappingProxyType({id(listener): TorchHook(self.hook, listener.fn) for listener in there})
+    def hooks_dict_ref(self) -> Mapping[int, _TorchHook]:  # type: ignore[override]
+        """Return all functions of its kind at its hook point, by handle id."""
+        hooks = {}
+        for listener in self.hook.listeners:
+            if listener.kind == self.listener.kind:
+                hooks[id(listener)] = _TorchHook(self.hook, listener.fn)
+        return MappingProxyType(hooks)
 
 
 class LensHandle(NamedTuple):
-    """One hook at a hook point: `hook` removes it, `user_hook` is the function."""
+    """A hook at a hook point: `hook` removes it, `user_hook` is the function."""
 
-    hook: TorchHandle
+    hook: _TorchHandle
     is_permanent: bool = False
     context_level: int | None = None
     user_hook: HookFunction | None = None
 
     def remove(self) -> None:
-        """Removes the hook."""
+        """Remove the hook."""
         self.hook.remove()
 
 
 def point_named(name: str, depth: int = -1, stacks: Collection[str] | None = None) -> Point:
-    """A place in a module of the user's.
+    """Describe a hook point in a user's module.
 
     Args:
-        name: its name; one such as ``blocks.3.mlp.hook_post`` says its layer.
-        depth: the layer, where the name does not say it.
-        stacks: what names of layers begin with; None: whatever comes before a number.
+        name: its name, which may contain the layer, as in ``blocks.3.mlp.hook_post``.
+        depth: the layer, if the name does not contain it.
+        stacks: the prefixes before layer numbers; None: any prefix.
     """
     stack, _, rest = name.partition(".")
     index = rest.partition(".")[0]
-    inside = index.isdigit() and (stacks is None or stack in stacks)
-    return Point(name, Site(name, "output"), View(), "...", int(index) if inside else depth, stack=stack * inside)
+    if index.isdigit() and (stacks is None or stack in stacks):
+        depth = int(index)
+    else:
+        stack = ""
+    return Point(name, Site(name, "output"), View(), "...", depth, stack=stack)
 
 
 class HookPoint(bridge_point.HookPoint, nn.Module):
     """An identity module at which an activation can be read and changed.
 
-    One that a user makes runs its hooks when it is called. Those of a model are called by the model itself.
+    A hook point that you make runs its hooks when it is called. The model runs the hooks of its own
+    hook points.
 
     Attributes:
         name: its name in the root module, set by `HookedRootModule.setup`.
@@ -112,8 +130,12 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
 
     __call__ = nn.Module.__call__
     one_tensor = True
+    #: The output of a part that was called by itself, whose hooks have run, and these hooks.
+    shown: tuple[weakref.ref[Tensor], Sequence[Listener]] | None = None
 
-    def __init__(self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None) -> None:
+    def __init__(
+        self, point: Point | None = None, order: int = 0, attaches: AttachesListeners | None = None
+    ) -> None:
         nn.Module.__init__(self)
         super().__init__(point or point_named(""), order, attaches or AttachesListeners())
         self.is_standalone = point is None
@@ -121,69 +143,125 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
             self.name = None  # type: ignore[assignment]  # until `setup` gives it one
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the hooks make of a tensor. Where the model runs them itself, the same tensor."""
-        return x if self in CALLS.get() else self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
+        """Run the hooks on a tensor and return the result; if the model runs the hooks itself,
+        or has run them already, return the tensor unchanged.
+        """
+        if self in CALLS.get() or self._has_shown(x):
+            return x
+        return self._path(self, x, Call(nn.Identity(), (x,), {}), False, View())
+
+    @property
+    def has_visible_listeners(self) -> bool:
+        """Tell whether hooks run here: not at a part that calls another one."""
+        return self not in CALLS.get() and super().has_visible_listeners
+
+    def note_shown(self, x: Tensor) -> None:
+        """Note that the hooks have run on a tensor, which a program may pass on to them."""
+        self.__dict__["shown"] = weakref.ref(x), self.visible_listeners()
+
+    def _has_shown(self, x: Tensor) -> bool:
+        if self.shown is None or self.shown[0]() is not x:
+            return False
+        return self.shown[1] == self.visible_listeners()
 
     def apply(self, x: Any, call: Call | None = None, copy: bool = False) -> Any:  # type: ignore[override]
-        """As for `bridge.HookPoint.apply`; or, with a function, as for `torch.nn.Module.apply`."""
-        return super().apply(x, call, copy) if call is not None else nn.Module.apply(self, x)
+        """Apply the view, as `bridge.HookPoint.apply`; or, with a function, act as
+        `torch.nn.Module.apply`.
+        """
+        if call is None:
+            return nn.Module.apply(self, x)
+        return x if self in CALLS.get() else super().apply(x, call, copy)
 
-    def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
-        """Adds a function of torch's kind, called as ``hook(point, (activation,), activation)``."""
+    def register_forward_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any
+    ) -> Any:
+        """Add a function with torch's signature, called as ``hook(point, (activation,),
+        activation)``.
+        """
         if any(kwargs.values()):
-            raise TypeError(f"a hook point is called with one tensor: {', '.join(kwargs)} has no meaning for it")
-        theirs = hook
-        return self.add_hook(lambda x, hook: theirs(hook, (x,), x), prepend=prepend)
+            raise TypeError(
+                f"a hook point is called with one tensor: {', '.join(kwargs)} has no meaning for it"
+            )
+        torch_hook = hook
+        return self.add_hook(lambda x, hook: torch_hook(hook, (x,), x), prepend=prepend)
 
-    def register_forward_pre_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any) -> Any:
-        """Adds a function of torch's kind, called as ``hook(point, (activation,))``."""
-        return self.register_forward_hook(lambda *given: _alone(hook(*given[:2])), prepend=prepend, **kwargs)
+    def register_forward_pre_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, **kwargs: Any
+    ) -> Any:
+        """Add a function with torch's signature, called as ``hook(point, (activation,))``."""
+        return self.register_forward_hook(
+            lambda point, inputs, output: _alone(hook(point, inputs)), prepend=prepend, **kwargs
+        )
 
     def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        """Adds a function of torch's kind, called as ``hook(point, (gradient,), (gradient,))``."""
-        theirs = hook
-        return self.add_hook(lambda x, hook: _alone(theirs(hook, (x,), (x,))), dir="bwd", prepend=prepend)
+        """Add a function with torch's signature, called as ``hook(point, (gradient,),
+        (gradient,))``.
+        """
+        torch_hook = hook
+        return self.add_hook(
+            lambda x, hook: _alone(torch_hook(hook, (x,), (x,))), dir="bwd", prepend=prepend
+        )
 
-    def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        """Adds a function of torch's kind, called as ``hook(point, (gradient,))``."""
-        return self.register_full_backward_hook(lambda point, gradient, _: hook(point, gradient), prepend)
+    def register_full_backward_pre_hook(
+        self, hook: Callable[..., Any], prepend: bool = False
+    ) -> Any:
+        """Add a function with torch's signature, called as ``hook(point, (gradient,))``."""
+        return self.register_full_backward_hook(
+            lambda point, gradient, _: hook(point, gradient), prepend
+        )
 
     @property
     def fwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
-        """The functions that were added to it."""
+        """Return the functions that were added to it."""
         return self._of_kind("fwd")
 
     @property
     def bwd_hooks(self) -> list[LensHandle]:  # type: ignore[override]
-        """The functions of gradients that were added to it."""
+        """Return the backward hooks that were added to it."""
         return self._of_kind("bwd")
 
     def _of_kind(self, kind: str) -> list[LensHandle]:
-        handles = [TorchHandle(self, listener, self._attaches) for listener in self.listeners if listener.kind == kind]
-        return [LensHandle(each, each.is_permanent, each.context_level, each.function) for each in handles]
+        hooks = []
+        for listener in self.listeners:
+            if listener.kind == kind:
+                handle = _TorchHandle(self, listener, self._attaches)
+                hooks.append(
+                    LensHandle(handle, listener.permanent, listener.level, handle.function)
+                )
+        return hooks
 
     def has_hooks(
-        self, dir: Literal["fwd", "bwd", "both"] = "both", including_permanent: bool = True, level: int | None = None
+        self,
+        dir: Literal["fwd", "bwd", "both"] = "both",
+        including_permanent: bool = True,
+        level: int | None = None,
     ) -> bool:
-        """Whether functions were added to it, and are there.
+        """Tell whether the hook point has hooks.
 
         Args:
-            dir: which of them count.
-            including_permanent: permanent ones count, too.
-            level: only those count that were added at this level.
+            dir: the direction to count.
+            including_permanent: count permanent hooks, too.
+            level: count only hooks of this level.
         """
         return bool(self.handles(dir, including_permanent, level))
 
-    def handles(self, dir: str, including_permanent: bool, level: int | None = None) -> list[LensHandle]:
-        """The functions that were added to it, by their handles, of one direction or ``"both"``.
+    def handles(
+        self, dir: str, including_permanent: bool, level: int | None = None
+    ) -> list[LensHandle]:
+        """Return the hooks of one direction or ``"both"``, by handle.
 
         Raises:
-            ValueError: `dir` is none of the three.
+            ValueError: `dir` is neither ``"fwd"``, ``"bwd"`` nor ``"both"``.
         """
         check_choice("dir", dir, ("fwd", "bwd", "both"))
-        found = [*(self.fwd_hooks if dir != "bwd" else ()), *(self.bwd_hooks if dir != "fwd" else ())]
-        kept = [handle for handle in found if including_permanent or not handle.is_permanent]
-        return [handle for handle in kept if level in (None, handle.context_level)]
+        hooks: list[LensHandle] = []
+        if dir != "bwd":
+            hooks += self.fwd_hooks
+        if dir != "fwd":
+            hooks += self.bwd_hooks
+        if not including_permanent:
+            hooks = [hook for hook in hooks if not hook.is_permanent]
+        return [hook for hook in hooks if level in (None, hook.context_level)]
 
     def __getattr__(self, name: str) -> Any:
         if why := why_not("HookPoint", name):
@@ -191,30 +269,33 @@ class HookPoint(bridge_point.HookPoint, nn.Module):
         return super().__getattr__(name)
 
     def leave(self) -> tuple[Listener, ...]:
-        """Takes its hooks away, and makes it belong to nobody. Gives the hooks."""
+        """Remove the hook point from its model, and return its hooks."""
         hooks = self.listeners
         self._attaches.remove(self, hooks)
         self._attaches = AttachesListeners()
         return hooks
 
     def join(self, attaches: AttachesListeners, hooks: tuple[Listener, ...]) -> None:
-        """Makes it belong to a model, whose runs see its hooks."""
+        """Add the hook point to a model, whose runs call its hooks."""
         self._attaches = attaches
         for listener in hooks:
             attaches.add(self, listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"name": self.name, "ctx": self.ctx, "is_standalone": True}
+        state = {"name": self.name, "ctx": self.ctx, "is_standalone": True, "shown": None}
+        return self.__dict__ | state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has no hooks, and belongs to no model until that model's `setup`."""
+        """Restore a copy without hooks; it belongs to no model until that model's `setup`."""
         HookPoint.__init__(self)
-        self.__dict__.update({name: value for name, value in state.items() if name not in ("name", "ctx")})
-        self.name, self.ctx = state["name"], state["ctx"]
+        state = {**state}
+        name, ctx = state.pop("name"), state.pop("ctx")
+        self.__dict__.update(state)
+        self.name, self.ctx = name, ctx
 
 
 def _alone(result: Any) -> Any:
-    """What a hook of torch's kind returned, out of its tuple."""
+    """Unpack the tuple that a torch-style hook returned."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -224,7 +305,9 @@ Activations = dict[str, Tensor]
 
 
 class ListsHooks(AddsHooks):
-    """What has hook points, with the methods of TransformerLens that the bridge has under other names."""
+    """A holder of hook points, with the methods of TransformerLens that the bridge names
+    differently.
+    """
 
     def list_hooks(
         self,
@@ -232,20 +315,20 @@ class ListsHooks(AddsHooks):
         dir: Literal["fwd", "bwd", "both"] = "both",
         including_permanent: bool = True,
     ) -> dict[str, list[LensHandle]]:
-        """The functions that were added, by the names of their hook points, of which those without any are left out.
+        """List the hooks by hook point name; hook points without hooks are omitted.
 
         Args:
-            name_filter: which names: one, a list of them, a function of the name; None: all.
+            name_filter: the names to list: one, a list, or a function of the name; None: all.
             dir: ``"fwd"``, ``"bwd"`` or ``"both"``.
-            including_permanent: list permanent ones, too.
+            including_permanent: include permanent hooks.
         """
         chosen = {name_filter} if isinstance(name_filter, str) else name_filter
-        found: dict[Any, str] = {}
-        for name, hook in getattr(self, "hook_dict").items():  # noqa: B009  # of a subclass, a field or a property
+        names: dict[Any, str] = {}
+        for name, point in getattr(self, "hook_dict").items():  # noqa: B009  # of a subclass, a field or a property
             if chosen is None or (chosen(name) if callable(chosen) else name in chosen):
-                found.setdefault(hook, name)  # which may have aliases
-        handles = {name: hook.handles(dir, including_permanent) for hook, name in found.items()}
-        return {name: there for name, there in handles.items() if there}
+                names.setdefault(point, name)  # later ones are aliases
+        hooks = {name: point.handles(dir, including_permanent) for point, name in names.items()}
+        return {name: handles for name, handles in hooks.items() if handles}
 
     def remove_all_hook_fns(
         self,
@@ -253,7 +336,7 @@ class ListsHooks(AddsHooks):
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """`reset_hooks` that leaves contexts as they are."""
+        """Remove all hooks, as `reset_hooks`, but keep the contexts."""
         self.reset_hooks(False, direction, including_permanent, level)
 
     def cache_all(
@@ -263,21 +346,26 @@ class ListsHooks(AddsHooks):
         device: Device = None,
         remove_batch_dim: bool = False,
     ) -> None:
-        """The old name of `add_caching_hooks` without a filter."""
+        """Add caching hooks without a filter; the old name of `add_caching_hooks`."""
         self.cache_some(cache, None, incl_bwd, device, remove_batch_dim)
 
     def cache_some(
-        self, cache: Activations | None, names: NamesFilter, incl_bwd: bool = False, device: Device = None,
+        self,
+        cache: Activations | None,
+        names: NamesFilter,
+        incl_bwd: bool = False,
+        device: Device = None,
         remove_batch_dim: bool = False,
-    ) -> None:  # fmt: skip
-        """The old name of `add_caching_hooks` with a filter."""
+    ) -> None:
+        """Add caching hooks with a filter; the old name of `add_caching_hooks`."""
         self.add_caching_hooks(names, incl_bwd, device, remove_batch_dim, cache)
 
 
 class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
-    """A torch module of the user's that holds hook points. Its `__init__` ends with ``self.setup()``.
+    """A user's torch module that contains hook points. Its `__init__` ends with ``self.setup()``.
 
-    Models of this package count as some, too (`abc.ABCMeta.register`), though what they do is a bridge's.
+    Models of this package are registered as virtual subclasses (`abc.ABCMeta.register`), although
+    they behave as bridges.
 
     Attributes:
         mod_dict: all modules by name.
@@ -291,6 +379,7 @@ class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
         ...         super().__init__()
         ...         self.hook_square = HookPoint()
         ...         self.setup()
+        ...
         ...     def forward(self, x):
         ...         return self.hook_square(x * x) + 1
         >>> output, cache = Square().run_with_cache(torch.tensor([3.0]))
@@ -311,11 +400,12 @@ class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
         return super().__getattr__(name)
 
     def setup(self) -> None:
-        """Names all modules and collects the hook points."""
+        """Name all modules and collect the hook points."""
         self.mod_dict, self.hook_dict = {}, {}
         for name, module in self.named_modules():
             if name:
-                if "host" not in module.__dict__:  # a model inside knows its parts by their names
+                # A model inside it knows its parts by their names
+                if "host" not in module.__dict__:
                     module.name = name  # type: ignore[assignment]
                 self.mod_dict[name] = module
                 if isinstance(module, HookPoint):
@@ -324,22 +414,28 @@ class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
                     self.hook_dict[name] = module
 
     def hook_points(self) -> Collection[bridge_point.HookPoint]:
-        """All hook points."""
+        """Return all hook points."""
         return self.hook_dict.values()
 
-    def select_hooks(self, names: NamesFilter | bridge_point.HookPoint) -> Sequence[bridge_point.HookPoint]:
-        """The hook points that a filter chooses."""
+    def select_hooks(
+        self, names: NamesFilter | bridge_point.HookPoint
+    ) -> Sequence[bridge_point.HookPoint]:
+        """Return the hook points that a filter selects."""
         if isinstance(names, bridge_point.HookPoint):
-            if not any(names is each for each in self.hook_dict.values()):
+            if not any(names is point for point in self.hook_dict.values()):
                 raise ValueError(f"{names!r} belongs to another module")
             return [names]
         return Names({**self.hook_dict}).select(names, bool)
 
     @contextmanager
     def hooks(
-        self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True, clear_contexts: bool = False
+        self,
+        fwd_hooks: Hooks = (),
+        bwd_hooks: Hooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
     ) -> Iterator[HookedRootModule]:
-        """Hooks for the runs inside a ``with`` statement."""
+        """Add hooks for the runs inside a ``with`` statement."""
         self.context_level += 1
         try:
             for specs, direction in ((fwd_hooks, "fwd"), (bwd_hooks, "bwd")):
@@ -352,20 +448,37 @@ class HookedRootModule(nn.Module, ListsHooks, metaclass=ABCMeta):
             self.context_level -= 1
 
     def run_with_hooks(
-        self, *args: Any, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), reset_hooks_end: bool = True,
-        clear_contexts: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Runs the module with hooks. Backward hooks need ``reset_hooks_end=False`` where the backward pass comes after
-        this call."""
+        self,
+        *args: Any,
+        fwd_hooks: Hooks = (),
+        bwd_hooks: Hooks = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the module with hooks. If the backward pass follows this call, backward hooks need
+        ``reset_hooks_end=False``.
+        """
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
 
     def run_with_cache(
-        self, *args: Any, names_filter: NamesFilter = None, device: Device = None, remove_batch_dim: bool = False,
-        incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False, **kwargs: Any,
-    ) -> tuple[Any, Activations]:  # fmt: skip
-        """Runs the module and keeps activations. With `incl_bwd` the output is a number, and is run backward."""
-        cache, forward, backward = self.get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim)
+        self,
+        *args: Any,
+        names_filter: NamesFilter = None,
+        device: Device = None,
+        remove_batch_dim: bool = False,
+        incl_bwd: bool = False,
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Activations]:
+        """Run the module and cache activations. With `incl_bwd` the output must be a scalar, and
+        the backward pass runs too.
+        """
+        cache, forward, backward = self.get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim
+        )
         with self.hooks(forward, backward, reset_hooks_end, clear_contexts):
             output = self(*args, **kwargs)
             if incl_bwd:

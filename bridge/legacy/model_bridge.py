@@ -1,11 +1,10 @@
-"""``transformer_lens.model_bridge``'s names: the `TransformerBridge` of TransformerLens 3 and 4."""
+"""``transformer_lens.model_bridge``: the `TransformerBridge` of TransformerLens 3 and 4."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from adapters.views import Kwargs
@@ -13,10 +12,11 @@ from bridge.facade.facade import WrappedModel
 from bridge.hooks.hooks import Handle
 from bridge.hooks.hooks import HookPoint as AnyHookPoint
 from bridge.hooks.names import NamesFilter
-from bridge.legacy.hook_points import HookFunction
+from bridge.legacy.hook_points import Device, HookFunction
 from bridge.legacy.HookedTransformer import HookedTransformer
 from bridge.legacy.loading_from_pretrained import copied_tokenizer
 from bridge.legacy.module_tree import ModuleTree
+from bridge.legacy.running import Side
 from bridge.legacy.table import named
 from bridge.run.inputs import HookSpec, Input
 from bridge.run.recorder import PosSlice
@@ -25,8 +25,9 @@ from bridge.weights import FactoredMatrix
 
 
 class TransformerBridge(ModuleTree):
-    """`bridge.TransformerBridge` with what programs for TransformerLens 3 and 4 ask of one, besides: parts are modules
-    that can be called and replaced, hook points are modules, and `hook_dict` has the aliases.
+    """`bridge.TransformerBridge` with the additional API of TransformerLens 3 and 4: parts are
+    modules that can be called and replaced, hook points are modules, and `hook_dict` contains the
+    aliases.
 
     Its state dict and parameters have the Hugging Face model's own names.
 
@@ -45,23 +46,25 @@ class TransformerBridge(ModuleTree):
     init_weights = HookedTransformer.init_weights
 
     def __init__(self, hf_model: nn.Module, tokenizer: Any = None, **arguments: Any) -> None:
-        super().__init__(hf_model, None if tokenizer is None else copied_tokenizer(tokenizer), **arguments)
+        if tokenizer is not None:
+            tokenizer = copied_tokenizer(tokenizer)
+        super().__init__(hf_model, tokenizer, **arguments)
 
     @property
     def hook_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """All hook points by name; an alias finds its hook point, too."""
+        """Return all hook points by name; an alias also returns its hook point."""
         return self._hook_registry
 
     def hook_points(self) -> list[AnyHookPoint]:
-        """All hook points, in the order of the computation."""
+        """Return all hook points in forward order."""
         return [*self.wiring.points.values()]
 
     @property
     def hook_aliases(self) -> dict[str, str]:
-        """Each alias, and the name it stands for."""
+        """Return each alias with the name that it stands for."""
         return dict(self.names.aliases)
 
-    # SAELens' SAETransformerBridge asks for these two.
+    # SAELens' SAETransformerBridge needs these two.
 
     @property
     def _hook_registry(self) -> dict[str, Any]:
@@ -78,21 +81,26 @@ class TransformerBridge(ModuleTree):
         *,
         hook: HookFunction | None = None,
     ) -> list[Handle]:
-        """Adds a hook that `reset_hooks` leaves alone unless told otherwise."""
+        """Add a hook that `reset_hooks` keeps by default."""
         return self.add_hook(name, hook, dir, is_permanent=True, hook_fn=hook_fn)
 
     def get_caching_hooks(
         self,
         names_filter: NamesFilter = None,
         incl_bwd: bool = False,
-        device: torch.device | str | None = None,
+        device: Device = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
         pos_slice: PosSlice = None,
     ) -> Any:
-        """As for `bridge.TransformerBridge.get_caching_hooks`; a new dictionary takes aliases, too."""
-        cache = _ByAnyName({}, self.names.aliases) if cache is None else cache
-        return super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
+        """Return caching hooks, as `bridge.TransformerBridge.get_caching_hooks`; a new dictionary
+        also accepts aliases.
+        """
+        if cache is None:
+            cache = _ByAnyName({}, self.names.aliases)
+        return super().get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice
+        )
 
     def run_with_hooks(  # type: ignore[override]
         self,
@@ -103,35 +111,51 @@ class TransformerBridge(ModuleTree):
         remove_batch_dim: bool = False,
         **arguments: Any,
     ) -> Any:
-        """As for `bridge.TransformerBridge.run_with_hooks`.
+        """Run the model with hooks, as `bridge.TransformerBridge.run_with_hooks`.
 
         Args:
-            input, fwd_hooks, bwd_hooks, arguments: as there.
-            remove_batch_dim: show the functions activations without the batch axis, of a single prompt.
+            input, fwd_hooks, bwd_hooks, arguments: as for
+                `bridge.TransformerBridge.run_with_hooks`.
+            remove_batch_dim: pass activations of a single prompt to the functions without the batch
+                axis.
         """
         if remove_batch_dim:
-            fwd_hooks, bwd_hooks = ([(names, _without_batch(fn)) for names, fn in h] for h in (fwd_hooks, bwd_hooks))
+            fwd_hooks = [(names, _without_batch(fn)) for names, fn in fwd_hooks]
+            bwd_hooks = [(names, _without_batch(fn)) for names, fn in bwd_hooks]
         return super().run_with_hooks(input, fwd_hooks=fwd_hooks, bwd_hooks=bwd_hooks, **arguments)
 
     def generate(self, input: Input = "", max_new_tokens: int = 10, **arguments: Any) -> Any:  # type: ignore[override]
-        """As for `bridge.TransformerBridge.generate`. A temperature of 0 takes the likeliest token."""
+        """Continue a prompt, as `bridge.TransformerBridge.generate`. A temperature of 0 takes the
+        most likely token.
+        """
         return super().generate(input, max_new_tokens, **self._as_before(arguments))
 
     def generate_stream(self, input: Input = "", max_new_tokens: int = 10, **arguments: Any) -> Any:  # type: ignore[override]
-        """As for `bridge.TransformerBridge.generate_stream`."""
-        return super().generate_stream(input, max_new_tokens=max_new_tokens, **self._as_before(arguments))
+        """Yield a continuation, as `bridge.TransformerBridge.generate_stream`."""
+        arguments = self._as_before(arguments)
+        return super().generate_stream(input, max_new_tokens=max_new_tokens, **arguments)
 
     def hf_generate(  # type: ignore[override]
-        self, input: Input = "", max_new_tokens: int = 10, *, return_type: str | None = "input", **arguments: Any
+        self,
+        input: Input = "",
+        max_new_tokens: int = 10,
+        *,
+        return_type: str | None = "input",
+        **arguments: Any,
     ) -> Any:
-        """As for `bridge.TransformerBridge.hf_generate`; text is made of text. With ``return_type=None``, or
-        ``return_dict_in_generate=True`` for tokens, it is what the model's own `generate` returns."""
+        """Continue a prompt, as `bridge.TransformerBridge.hf_generate`; text input gives text
+        output. With ``return_type=None``, or ``return_dict_in_generate=True`` for tokens, return
+        the result of the model's own `generate`.
+        """
         arguments = self._as_before(arguments)
         if arguments.get("eos_token_id", 0) is None:
-            del arguments["eos_token_id"]  # it was not given: `stop_at_eos=False` is how to go on
-        if arguments.get("return_dict_in_generate") and return_type == "input" and texts_in(input) is None:
+            del arguments["eos_token_id"]  # it was not passed: `stop_at_eos=False` disables it
+        of_tokens = return_type == "input" and texts_in(input) is None
+        if of_tokens and arguments.get("return_dict_in_generate"):
             return_type = None
-        return super().hf_generate(input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments)
+        return super().hf_generate(
+            input, max_new_tokens=max_new_tokens, return_type=return_type, **arguments
+        )
 
     def _as_before(self, arguments: Kwargs) -> Kwargs:
         if arguments.get("temperature") == 0:
@@ -145,74 +169,90 @@ class TransformerBridge(ModuleTree):
         self,
         input: Input,
         prepend_bos: bool | None = None,
-        padding_side: Literal["left", "right"] | None = None,
+        padding_side: Side | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        """What enters the first block, for runs with ``start_at_layer=0``: the residual stream, the tokens, None (the
-        stream holds the positions), and the mask."""
+        """Return the first block's input, for runs with ``start_at_layer=0``: the residual stream,
+        the tokens, None (the stream includes the positions), and the attention mask.
+        """
         texts = texts_in(input)
         if texts is None:
             tokens = as_tokens(input).to(self.cfg.device)
         else:
             batch = self.batch_of(texts, prepend_bos, padding_side)
             tokens = batch.tokens.to(self.cfg.device)
-            attention_mask = batch.mask if attention_mask is None else attention_mask
-        return self(tokens, attention_mask=attention_mask, stop_at_layer=0), tokens, None, attention_mask
+            if attention_mask is None:
+                attention_mask = batch.mask
+        residual = self._run(tokens, attention_mask=attention_mask, stop_at_layer=0)
+        return residual, tokens, None, attention_mask
 
-    # What hybrids have in some layers.
+    # Parts that hybrid models have in some layers only.
 
     def composition_layer_indices(self) -> list[int]:
-        """The layers that have attention."""
+        """Return the layers that have attention."""
         return [index for index, _ in self.blocks_with("attn")]
 
     def QK_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers that have attention, and `QK` of these."""
-        (layers, W_Q), (_, W_K) = (self.stack_params_for("attn", f"attn.W_{letter}") for letter in "QK")
+        """Return the layers that have attention, and their `QK`."""
+        layers, W_Q = self.stack_params_for("attn", "attn.W_Q")
+        _, W_K = self.stack_params_for("attn", "attn.W_K")
         return layers, FactoredMatrix(W_Q, W_K.mT)
 
     def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
-        """The layers that have attention, and `OV` of these."""
-        (layers, W_V), (_, W_O) = (self.stack_params_for("attn", f"attn.W_{letter}") for letter in "VO")
+        """Return the layers that have attention, and their `OV`."""
+        layers, W_V = self.stack_params_for("attn", "attn.W_V")
+        _, W_O = self.stack_params_for("attn", "attn.W_O")
         return layers, FactoredMatrix(W_V, W_O)
 
     def block_hooks(self, layer_idx: int) -> list[str]:
-        """The names of a block's hook points, without the block's own."""
+        """Return the names of a block's hook points, without the block's own."""
         prefix = f"{self.blocks[layer_idx].name}."
         names = {*self.hook_dict, *self.names.aliases}
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def block_submodules(self, layer_idx: int) -> list[str]:
-        """The names of a block's parts."""
-        return [name for name, part in self.blocks[layer_idx]._modules.items() if not isinstance(part, AnyHookPoint)]
+        """Return the names of a block's parts."""
+        modules = self.blocks[layer_idx]._modules
+        return [name for name, x in modules.items() if not isinstance(x, AnyHookPoint)]
 
 
 def build_bridge_from_module(
-    model: nn.Module, architecture: str = "", *, tokenizer: Any = None, model_name: str | None = None, **facts: Any
+    model: nn.Module,
+    architecture: str = "",
+    *,
+    tokenizer: Any = None,
+    model_name: str | None = None,
+    **facts: Any,
 ) -> TransformerBridge:
-    """A bridge around a model that is there.
+    """Return a bridge around an existing model.
 
     Args:
-        model: the model, which stays as it is.
+        model: the model, which is not changed.
         architecture: the name of its class, which is read from the model.
         tokenizer: its tokenizer.
-        model_name: for `cfg`.
-        facts: what TransformerLens has to be told of the model, and what is read from it here.
+        model_name: the name in `cfg`.
+        facts: facts that TransformerLens takes as arguments; they are read from the model here.
 
     Raises:
-        TypeError: a hook of an adapter, or an argument that nobody knows.
+        TypeError: a hook of an adapter, or an unknown argument.
     """
     if facts.pop("post_adapter_hook", None) is not None:
-        raise TypeError("post_adapter_hook is not taken: adapters are declared (docs/adapters.md), and change no model")
+        raise TypeError(
+            "post_adapter_hook is not taken: adapters are declared (docs/adapters.md), and change"
+            " no model"
+        )
     for name in facts.keys() - {"hf_config", "tl_config", "device", "dtype"}:
-        raise TypeError(f"{name!r} is no argument of build_bridge_from_module")
-    made = TransformerBridge(model, tokenizer)
+        raise TypeError(f"build_bridge_from_module has no argument {name!r}")
+    bridge = TransformerBridge(model, tokenizer)
     if model_name is not None:
-        made.cfg.model_name = model_name
-    return made
+        bridge.cfg.model_name = model_name
+    return bridge
 
 
 class _ByAnyName(dict[str, Any]):
-    """Hook points or activations by name, which is what it lists; an alias finds what it stands for, too."""
+    """Hook points or activations by name. It lists names; an alias also returns the entry that it
+    stands for.
+    """
 
     def __init__(self, named: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
         super().__init__(named)
@@ -235,15 +275,19 @@ class _ByAnyName(dict[str, Any]):
 
 
 def _without_batch(fn: HookFunction) -> HookFunction:
-    """A function as a hook that is shown activations of a single prompt, without their first axis."""
+    """Wrap a function as a hook that receives activations of a single prompt without the batch
+    axis.
+    """
 
-    def called(act: Tensor, hook: AnyHookPoint) -> Tensor | None:
+    def call(act: Tensor, hook: AnyHookPoint) -> Tensor | None:
         if act.shape[0] != 1:
-            raise ValueError(f"remove_batch_dim=True takes one prompt; {hook.name} has {act.shape[0]} rows")
-        made = fn(act[0], hook=hook)
-        return None if made is None else made.unsqueeze(0)
+            raise ValueError(
+                f"remove_batch_dim=True takes one prompt; {hook.name} has {act.shape[0]} rows"
+            )
+        changed = fn(act[0], hook=hook)
+        return None if changed is None else changed.unsqueeze(0)
 
-    return called
+    return call
 
 
 __getattr__ = named(__name__)

@@ -1,4 +1,4 @@
-"""The names of TransformerLens 2 and 4, by one table (`names.toml`): where each is here, or what to use instead."""
+"""The names of TransformerLens 2 and 4 (`names.toml`): their place here, or what to use instead."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 ROOM = __name__.rpartition(".")[0]
-_TABLE: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
-#: Modules that are another one here; the names of each module that are defined elsewhere, with their places.
+_TABLE: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("names.toml").read_text("utf-8")
+)
+#: Modules that have another name here; for each module, the names defined elsewhere, with their
+#: locations.
 MODULES, NAMES = _TABLE["modules"], _TABLE["names"]
-#: What to use in place of names that are left out on purpose, by module or class; of the API of version 4, by class.
+#: Replacements for names that are deliberately not available, by module or class; for the API of
+#: version 4, by class.
 MISSING, API, DIFFERS = _TABLE["missing"], _TABLE["api"], _TABLE["differs"]
 
 
 def why_not(where: str, name: str) -> str | None:
-    """What to use in place of a name that is left out on purpose of a module or a class."""
+    """Return the error message for a deliberately missing name of a module or class; None if there
+    is no entry.
+    """
     inside = _inside(where)
-    inside = inside if inside in API else MODULES.get(inside, inside)
+    if inside not in API:
+        inside = MODULES.get(inside, inside)
     instead = API.get(inside, {}).get(name) or MISSING.get(inside, {}).get(name)
     instead = instead or MISSING["package"].get(name)
     if name.startswith("convert_") and name.endswith("_weights"):
@@ -33,48 +40,60 @@ def why_not(where: str, name: str) -> str | None:
     return None if instead is None else f"{where} has no {name}: {instead}. See docs/migration.md"
 
 
-def at(place: str) -> Any:
-    """What is at a place of the table: a module of this package, or of the bridge, or ``module:name``."""
+def locate(place: str) -> Any:
+    """Return the object at a location in the table: a module of this package or of the bridge, or
+    ``module:name``.
+    """
     where, _, name = place.partition(":")
     module = importlib.import_module(where if where.startswith("bridge.") else f"{ROOM}.{where}")
     return getattr(module, name) if name else module
 
 
 def named(module: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: what the table has under a name. An error says what to use in place of another one;
-    it is shown by ``from module import name``, too.
+    """Return a module's ``__getattr__``, which looks names up in the table. For a missing name, the
+    error says what to use instead, also in ``from module import name``.
 
     Example:
         >>> from bridge.legacy import table, utilities
-        >>> table.named("bridge.legacy.utilities")("get_act_name")("k", 2)
-        'blocks.2.attn.hook_k'
+        >>> table.named("bridge.legacy")("EasyTransformer").__name__
+        'HookedTransformer'
         >>> table.named("bridge.legacy")("lit")
         Traceback (most recent call last):
-        AttributeError: bridge.legacy has no lit: there is no connection to LIT. See docs/migration.md
+        AttributeError: bridge.legacy has no lit: there is no connection to LIT. See
+            docs/migration.md
     """
     inside = _inside(module)
     places = NAMES.get(inside, {})
-    above = {"" if module == ROOM else inside, *(name for name, place in MODULES.items() if place == inside)}
-    below = {name.rpartition(".")[2]: name for name in MODULES if name.rpartition(".")[0] in above}
+    aliases = {name for name, place in MODULES.items() if place == inside}
+    aliases.add("" if module == ROOM else inside)
+    below = {}
+    for name in MODULES:
+        parent, _, last = name.rpartition(".")
+        if parent in aliases:
+            below[last] = name
     if below and module in sys.modules:
-        vars(sys.modules[module]).setdefault("__path__", [])  # Python looks for them in packages alone
+        # Python looks for submodules in packages only.
+        vars(sys.modules[module]).setdefault("__path__", [])
 
     def get(name: str) -> Any:
         if name in places:
-            return vars(sys.modules[module]).setdefault(name, at(places[name]))
+            return vars(sys.modules[module]).setdefault(name, locate(places[name]))
         why = why_not(module, name)
         if name in below and why is None:
             return importlib.import_module(f"{ROOM}.{below[name]}")
-        if name.startswith("__"):  # Python's own questions
+        if name.startswith("__"):  # Python's own lookups
             raise AttributeError(name)
-        from_import = _is_imported()  # of an AttributeError, that statement would show nothing
-        raise (ImportError if from_import else AttributeError)(why or _unknown(module, name, places))
+        # The statement `from module import name` would hide the message of an AttributeError.
+        error = ImportError if _is_imported() else AttributeError
+        raise error(why or _unknown(module, name, places))
 
     return get
 
 
-def not_done(name: str, why: str = MISSING["utilities"]["MMLU_SUBJECTS"]) -> Callable[..., Any]:
-    """A function that can be imported, and says why it is not done when it is called."""
+def not_done(name: str, why: str) -> Callable[..., Any]:
+    """Return a function that can be imported and raises an error with the reason when it is
+    called.
+    """
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{name} is not done here: {why}. See docs/migration.md")
@@ -88,30 +107,37 @@ def _inside(module: str) -> str:
 
 
 def _unknown(module: str, name: str, places: Mapping[str, str]) -> str:
-    suggestion = at("bridge.hooks.names:suggestion")  # which loads torch: importing the package does not
-    return f"module {module!r} has no attribute {name!r}.{suggestion(name, [*dir(sys.modules[module]), *places])}"
+    # This loads torch, which importing the package does not.
+    suggestion = locate("bridge.hooks.names:suggestion")
+    hint = suggestion(name, [*dir(sys.modules[module]), *places])
+    return f"module {module!r} has no attribute {name!r}.{hint}"
 
 
 def _is_imported() -> bool:
-    """Whether what asks for a name is ``from module import name``."""
-    frame, ours = currentframe(), (ROOM.partition(".")[0], "jaxtyping")  # in tests a type checker stands between
+    """Tell whether the lookup comes from ``from module import name``."""
+    frame = currentframe()
+    ours = (ROOM.partition(".")[0], "jaxtyping")  # in tests, a type checker's frame is in between
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ours:
         frame = frame.f_back
     return frame is not None and opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 class Tabled(MetaPathFinder, Loader):
-    """Finds the modules of the table. It comes last: for a module that is left out, the error says what to use."""
+    """An import finder for the modules of the table. It comes last; for a missing module, its error
+    says what to use.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith(f"{ROOM}."):
             return None
         if _inside(fullname) in MODULES:
             return ModuleSpec(fullname, self, is_package=True)
-        if why := why_not(*fullname.rpartition(".")[::2]):
+        module, _, name = fullname.rpartition(".")
+        why = why_not(module, name)
+        if why:
             raise ModuleNotFoundError(why)
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts our module where Python looks for the one that it has just made."""
-        sys.modules[module.__name__] = at(MODULES[_inside(module.__name__)])
+        """Replace the module that Python has just created with ours."""
+        sys.modules[module.__name__] = locate(MODULES[_inside(module.__name__)])

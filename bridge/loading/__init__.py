@@ -1,4 +1,4 @@
-"""Loading models and tokenizers."""
+"""Load models and tokenizers."""
 
 from typing import TYPE_CHECKING
 

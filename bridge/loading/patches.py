@@ -1,9 +1,10 @@
-"""Classes of transformers replaced for one load: `boot_transformers(..., patches=...)`.
+"""Replace classes of transformers for one load: `boot_transformers(..., patches=...)`.
 
-transformers' registry of patches, and what it does with it (it puts the new class in the place of the old one in all
-its modules while a model is made), are global. Here the class in that place meanwhile asks who makes the module: the
-load that the patches are for gets the new class, everyone else the old one. All is put back afterwards, also after an
-error, and so is what transformers changes in its classes for good (which classes' outputs it records).
+transformers' patch registry and its effect (while a model is made, the new class replaces the old
+one in all its modules) are global. Here the temporary class checks which load creates the module:
+the load with the patches gets the new class, every other caller the old one. Everything is restored
+afterwards, also after an error, including the changes that transformers makes permanently to its
+classes (the recorded output classes).
 """
 
 from __future__ import annotations
@@ -20,35 +21,43 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.monkey_patching import (
+    get_patch_mapping,
+    register_patch_mapping,
+    unregister_patch_mapping,
+)
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
 from adapters.imports import check_patching, registered_conversions
 from bridge.hooks.names import suggestion
 
-#: Names, or patterns of names, of transformers' classes, and the classes in their place.
+#: Replacement classes by the name, or name pattern, of transformers' classes.
 Patches = Mapping[str, type[nn.Module]]
-#: What transformers records the outputs of, by the name of the output.
+#: The classes whose outputs transformers records, by the name of the output.
 Table = dict[str, Any]
 Conversions = list[Any]
 #: A model's class, or one of transformers' Auto classes.
 Loader = type[Any]
-#: By model type or class name, what makes the checkpoint's tensors those of the patched modules.
+#: By model type or class name, the conversions from the checkpoint's tensors to those of the
+#: patched modules.
 WeightConversions = Mapping[str, Sequence[object]]
 
 _LOCK = threading.RLock()
-#: The load that the present code is part of.
+#: The load that the current context belongs to.
 _LOAD: ContextVar[object | None] = ContextVar("transformer_bridge_patched_load", default=None)
 
 
 class _ReplacementClass(type):
-    """The class of what takes the place of a replaced class.
+    """The metaclass of the temporary class that stands in for a replaced class.
 
     Attributes:
-        load: the load that the replacement is for.
-        new: the replacement.
-        old: what was replaced, by the name of the module that it was in.
+        load: the load with the patches.
+        new: the replacement class.
+        old: the replaced classes, by module name.
     """
 
     load: object
@@ -61,7 +70,7 @@ class _ReplacementClass(type):
         return cls.replaced_in(sys._getframe(1).f_globals.get("__name__", ""))(*args, **kwargs)
 
     def replaced_in(cls, module: str) -> type[nn.Module]:
-        """What was replaced in a module."""
+        """Return the class that was replaced in a module."""
         return cls.old.get(module) or next(iter(cls.old.values()))
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -75,18 +84,18 @@ class _ReplacementClass(type):
 def patched(
     patches: Patches | None, conversions: WeightConversions | None, loader: Loader, config: object
 ) -> Iterator[None]:
-    """Loads in the body of a ``with`` statement, in this thread, with patches.
+    """Apply patches to loads in the body of a ``with`` statement, in this thread.
 
     Args:
         patches: see `Patches`.
         conversions: see `WeightConversions`.
-        loader: the class that is loaded, one of transformers' Auto classes or a model's.
+        loader: the class being loaded, one of transformers' Auto classes or a model's.
         config: the configuration of the model.
 
     Raises:
-        VersionError: transformers cannot patch here.
-        TypeError: a replacement that is no module class.
-        ValueError: a name that no class of the model's has.
+        VersionError: this version of transformers cannot patch.
+        TypeError: a replacement that is not a module class.
+        ValueError: a name that matches no class of the model.
     """
     if not patches and not conversions:
         yield
@@ -97,15 +106,16 @@ def patched(
     load = object()
     with _LOCK:
         replacements = _replacements(_checked(patches or {}), load)
-        registered, recorders = get_patch_mapping(), _recorders(replacements)
+        registered = get_patch_mapping()
+        recorders = _recorders(replacements)
         places = _places(registered)
         converted = {name: get_checkpoint_conversion_mapping(name) for name in conversions or {}}
         users = set(registered_conversions())
         token = _LOAD.set(load)
         try:
             register_patch_mapping({**replacements}, overwrite=True)
-            for name, made in (conversions or {}).items():
-                mapping: Any = _Conversions(load, list(made), converted[name])
+            for name, of_type in (conversions or {}).items():
+                mapping: Any = _Conversions(load, list(of_type), converted[name])
                 register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
             yield
         finally:
@@ -119,7 +129,7 @@ def patched(
 
 
 def keep_recording(model: nn.Module, patches: Patches | None) -> None:
-    """Lets a patched model record the outputs of its new modules also after the load.
+    """Make a patched model record the outputs of its new modules after the load, too.
 
     Args:
         model: the model that was loaded.
@@ -132,38 +142,45 @@ def keep_recording(model: nn.Module, patches: Patches | None) -> None:
 
 
 class _Conversions(Conversions):
-    """Weight conversions for one load. transformers copies a list of conversions before it uses it."""
+    """The weight conversions of one load. transformers copies a list of conversions before using
+    it.
+    """
 
     def __init__(self, load: object, conversions: Conversions, before: Conversions | None) -> None:
         super().__init__(conversions)
-        self._load, self._before = load, before
+        self._load = load
+        self._before = before
 
     def __deepcopy__(self, memo: dict[int, object]) -> Conversions | None:
-        return copy.deepcopy(list(self) if _LOAD.get() is self._load else self._before, {**memo})
+        active = list(self) if _LOAD.get() is self._load else self._before
+        return copy.deepcopy(active, {**memo})
 
 
 def _checked(patches: Patches) -> Patches:
     for name, new in patches.items():
         if not (isinstance(new, type) and issubclass(new, nn.Module)):
-            raise TypeError(f"patches[{name!r}] is {new!r}; it must be a class of modules (torch.nn.Module)")
+            raise TypeError(
+                f"patches[{name!r}] is {new!r}; it must be a class of modules (torch.nn.Module)"
+            )
         try:
             re.compile(name)
         except re.error as error:
             raise ValueError(
-                f"patches[{name!r}] is neither the name of a class nor a regular expression: {error}"
+                f"patches[{name!r}] is neither the name of a class nor a regular expression:"
+                f" {error}"
             ) from error
     return patches
 
 
 def _import_model(loader: Loader, config: object) -> None:
-    """Imports the module of the model's class, so that its classes are there."""
+    """Import the module of the model's class, so that its classes exist."""
     mapping = getattr(loader, "_model_mapping", None)
     if mapping is not None:
         _ = mapping[type(config)]
 
 
 def _modules() -> list[ModuleType]:
-    """transformers' modules that were imported."""
+    """Return transformers' imported modules."""
     return [
         module
         for name, module in list(sys.modules.items())
@@ -172,48 +189,64 @@ def _modules() -> list[ModuleType]:
 
 
 def _replacements(patches: Patches, load: object) -> Table:
-    """What takes the place of each class that the patches name.
+    """Return the temporary class for each class that the patches name.
 
     Raises:
-        ValueError: a patch names none.
+        ValueError: a patch matches no class.
     """
-    found: dict[str, dict[str, type[nn.Module]]] = {}
-    for module in _modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and issubclass(value, nn.Module) and _patch_for(name, patches) is not None:
-                found.setdefault(name, {})[module.__name__] = value
+    classes: dict[str, dict[str, type[nn.Module]]] = {}
+    for (module, name), value in _places(patches).items():
+        if issubclass(value, nn.Module):
+            classes.setdefault(name, {})[module] = value
+    matched = {_patch_for(name, patches) for name in classes}
     for pattern in patches:
-        if not any(_patch_for(name, patches) == pattern for name in found):
-            known = {name for module in _modules() if ".modeling_" in module.__name__ for name in vars(module)}
+        if pattern not in matched:
             raise ValueError(
-                f"patches[{pattern!r}] is the name, or a pattern of the names, of no class in transformers' modules "
-                f"for this model.{suggestion(pattern, known)}"
+                f"patches[{pattern!r}] is the name, or a pattern of the names, of no class in"
+                f" transformers' modules for this model.{suggestion(pattern, _known_names())}"
             )
     replacements: dict[str, Any] = {}
-    for name, old in found.items():
+    for name, old in classes.items():
         key = _patch_for(name, patches)
         assert key is not None
-        fields = {"load": load, "new": patches[key], "old": old, "__doc__": patches[key].__doc__}
+        new = patches[key]
+        fields = {"load": load, "new": new, "old": old, "__doc__": new.__doc__}
         replacements[name] = _ReplacementClass(name, (nn.Module,), fields)
     return replacements
 
 
+def _known_names() -> set[str]:
+    """Return the names in the modules of models."""
+    names: set[str] = set()
+    for module in _modules():
+        if ".modeling_" in module.__name__:
+            names.update(vars(module))
+    return names
+
+
 def _patch_for(name: str, patches: Patches) -> str | None:
-    """Which patch is for a class, as transformers decides it: its own name, or else the first pattern."""
+    """Return the patch for a class by transformers' rule: an exact name first, else the first
+    matching pattern.
+    """
     if name in patches:
         return name
     return next((pattern for pattern in patches if re.search(pattern, name)), None)
 
 
 def _recorders(replacements: Mapping[str, _ReplacementClass]) -> list[tuple[Table, Table]]:
-    """What transformers records the outputs of, and copies of it: it puts new classes there for good."""
-    found: list[tuple[Table, Table]] = []
-    for module in _modules() if replacements else ():
+    """Return transformers' tables of recorded output classes, and copies of them: patching changes
+    them permanently.
+    """
+    tables: list[tuple[Table, Table]] = []
+    if not replacements:
+        return tables
+    for module in _modules():
         for value in list(vars(module).values()):
             table = vars(value).get("_can_record_outputs") if isinstance(value, type) else None
-            if isinstance(table, dict) and all(table is not other for other, _ in found):
-                found.append((table, {name: _copied(recorders) for name, recorders in table.items()}))
-    return found
+            if isinstance(table, dict) and all(table is not other for other, _ in tables):
+                copied = {name: _copied(recorders) for name, recorders in table.items()}
+                tables.append((table, copied))
+    return tables
 
 
 def _copied(recorders: Any) -> Any:
@@ -222,20 +255,22 @@ def _copied(recorders: Any) -> Any:
     return copy.copy(recorders) if isinstance(recorders, OutputRecorder) else recorders
 
 
-def _places(patches: Patches) -> dict[tuple[str, str], object]:
-    """What is there now where patches apply, by module and name."""
-    return {
-        (module.__name__, name): value
-        for module in _modules()
-        for name, value in list(vars(module).items())
-        if isinstance(value, type) and _patch_for(name, patches) is not None
-    }
+def _places(patches: Patches) -> dict[tuple[str, str], type[Any]]:
+    """Return the current classes that patches replace, by module and name."""
+    places: dict[tuple[str, str], type[Any]] = {}
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and _patch_for(name, patches) is not None:
+                places[module.__name__, name] = value
+    return places
 
 
 def _restore(
-    replacements: Mapping[str, _ReplacementClass], registered: Patches, places: Mapping[tuple[str, str], object]
+    replacements: Mapping[str, _ReplacementClass],
+    registered: Patches,
+    places: Mapping[tuple[str, str], object],
 ) -> None:
-    """Takes back what was registered, and what transformers leaves behind where a load fails."""
+    """Remove the registered patches, and what transformers leaves behind when a load fails."""
     for name, replacement in replacements.items():
         if get_patch_mapping().get(name) is replacement:
             if name in registered:
@@ -246,7 +281,7 @@ def _restore(
         module = sys.modules[module_name]
         if vars(module).get(name) is not value:
             setattr(module, name, value)
-    for module in _modules():  # what was imported meanwhile
+    for module in _modules():  # imported in the meantime
         for name, replacement in replacements.items():
             if vars(module).get(name) is replacement:
                 setattr(module, name, replacement.replaced_in(module.__name__))

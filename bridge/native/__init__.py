@@ -1,10 +1,11 @@
-"""A small transformer with random weights, for studies of toy models: what `HookedTransformer(cfg)` is used for."""
+"""A small transformer with random weights for toy models, in place of `HookedTransformer(cfg)`."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bridge.native.native import NativeConfig, NativeModel
 
-# So that a saved one loads by its folder alone. `exist_ok`: the module may be imported anew in a notebook.
+# Register the model, so that a saved one loads from its folder alone. `exist_ok`: the module may be
+# imported again in a notebook.
 AutoConfig.register(NativeConfig.model_type, NativeConfig, exist_ok=True)
 AutoModelForCausalLM.register(NativeConfig, NativeModel, exist_ok=True)
 

@@ -1,11 +1,13 @@
 """Activation patching: which activations of a clean run bring a corrupted run's answer back.
 
-Two prompts of the same length, of which one leads to another answer. The corrupted one is run again and again, each
-time with one activation replaced by what it was in the clean run, and a metric of the logits says how much that repairs
-(causal tracing of Meng et al. 2022, "Locating and Editing Factual Associations in GPT"; for single heads Wang et al.
-2022, "Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
+Take two prompts of the same length that lead to different answers. The corrupted prompt runs many
+times, each time with one activation replaced by its value in the clean run. A metric of the logits
+measures how much of the clean behaviour each patch restores (causal tracing of Meng et al. 2022,
+"Locating and Editing Factual Associations in GPT"; for single heads Wang et al. 2022,
+"Interpretability in the Wild"). Names and arguments are those of ``transformer_lens.patching``.
 """
 
+from bridge.patching.ablations import ABLATIONS, Noise
 from bridge.patching.patching import (
     Metric,
     PatchedEverything,
@@ -47,7 +49,9 @@ from bridge.patching.setters import (
 )
 
 __all__ = [
+    "ABLATIONS",
     "Metric",
+    "Noise",
     "PatchSetter",
     "PatchedEverything",
     "PatchingResult",

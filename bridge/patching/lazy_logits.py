@@ -1,4 +1,4 @@
-"""Logits that are computed only at the positions that a metric looks at."""
+"""Lazy logits: computed only at the positions that a metric reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 #: From positions ``[k]`` to logits ``[batch, k, d_vocab]``.
 LogitsAt = Callable[[list[int]], Tensor]
 
-#: What says nothing about the values.
+#: Attributes and methods that do not depend on the values.
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")
 _FACTS = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         Tensor.size,
         Tensor.dim,
         Tensor.ndimension,
@@ -29,11 +30,12 @@ _FACTS = frozenset(
 
 
 class LazyLogits(Tensor):
-    """Stands for logits ``[batch, pos, d_vocab]``, which are computed when they are used.
+    """Logits ``[batch, pos, d_vocab]`` that are computed on first use.
 
-    Indexing with positions (``logits[:, -1]``, ``logits[rows, positions, tokens]``) computes the logits there alone.
-    Anything else computes all of them first: the values are those of plain logits, whatever is done. Should something
-    read the memory itself, past torch's functions, it finds NaN there, and its gradient reaches it (`passed_by`).
+    Indexing with positions (``logits[:, -1]``, ``logits[rows, positions, tokens]``) computes the
+    logits at these positions only. Any other operation computes all logits first, so the values
+    always equal those of plain logits. Code that reads the memory itself, bypassing torch's
+    functions, sees NaN, and its gradient reaches that memory (`passed_by`).
 
     Example:
         >>> import torch
@@ -55,45 +57,50 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         if func in _FACTS:
             return super().__torch_function__(func, types, args, kwargs)
-        if func is Tensor.__getitem__ and isinstance(args[0], LazyLogits) and args[0]._whole is None:
-            found = _chosen(args[0], args[1])
-            if found is not None:
-                return found
+        if func is Tensor.__getitem__ and isinstance(args[0], LazyLogits):
+            entries = _entries(*args)
+            if entries is not None:
+                return entries
         return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
 
     @property
     def computed(self) -> bool:
-        """Whether all logits were computed."""
+        """Tell whether all logits were computed."""
         return self._whole is not None
 
     def passed_by(self, number: Tensor) -> bool:
-        """Whether a number was computed from the memory itself, as far as its gradient says.
+        """Tell whether a number was computed from the placeholder memory, according to its
+        gradient.
 
         Args:
-            number: what was computed, where gradients are wanted.
+            number: the result of the metric, with gradients enabled.
         """
-        wanted = number.requires_grad and self._memory.requires_grad
-        return wanted and torch.autograd.grad(number, self._memory, retain_graph=True, allow_unused=True)[0] is not None
+        memory = self._memory
+        if not (number.requires_grad and memory.requires_grad):
+            return False
+        (gradient,) = torch.autograd.grad(number, memory, retain_graph=True, allow_unused=True)
+        return gradient is not None
 
     def whole(self) -> Tensor:
-        """All logits, ``[batch, pos, d_vocab]``, as a plain tensor."""
+        """Return all logits, ``[batch, pos, d_vocab]``, as a plain tensor."""
         if self._whole is None:
             self._whole = self._at(list(range(_shape(self)[1])))
         return self._whole
 
 
 def lazy(at: LogitsAt, shape: Sequence[int], like: Tensor) -> LazyLogits:
-    """Logits that are computed where they are looked at.
+    """Return logits that are computed only where they are read.
 
     Args:
-        at: computes them at some positions.
-        shape: of all of them.
+        at: the function that computes the logits at some positions.
+        shape: the shape of all logits.
         like: a tensor of the same type and on the same device.
     """
-    nothing = torch.full((), float("nan"), dtype=like.dtype, device=like.device, requires_grad=torch.is_grad_enabled())
-    made = nothing.expand(*shape).as_subclass(LazyLogits)
-    made._at, made._whole, made._memory = at, None, nothing
-    return made
+    memory = torch.full((), float("nan"), dtype=like.dtype, device=like.device)
+    memory.requires_grad_(torch.is_grad_enabled())
+    logits = memory.expand(*shape).as_subclass(LazyLogits)
+    logits._at, logits._whole, logits._memory = at, None, memory
+    return logits
 
 
 def _shape(logits: LazyLogits) -> torch.Size:
@@ -109,40 +116,50 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _chosen(logits: LazyLogits, index: Any) -> Tensor | None:
-    """What an index picks, computed at its positions alone; None where that is not the plain case."""
-    shape = _shape(logits)
+def _entries(logits: LazyLogits, index: Any) -> Tensor | None:
+    """Return the indexed logits, computed at the indexed positions only; None if the index is not a
+    simple one, or all logits were computed.
+    """
+    length = _shape(logits)[1]
+    items = _index_items(index)
+    selected = None if items is None or logits.computed else _positions(items[1], length)
+    if items is None or selected is None:
+        return None
+    positions, new = selected
+    if len(positions) == length:
+        return None
+    values = logits._at(positions)
+    items[1] = new.to(values.device) if isinstance(new, Tensor) else new
+    return values[tuple(items)]
+
+
+def _index_items(index: Any) -> list[Any] | None:
+    """Return what an index selects along batch, position and vocabulary; None if it is not simple:
+    it adds axes, has masks, or does not reach the positions.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(item is None or isinstance(item, bool | LazyLogits) for item in items):
-        return None
-    if any(isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) for item in items):
-        return None
+    for item in items:
+        if item is None or isinstance(item, bool | LazyLogits):
+            return None
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            return None
     dots = [place for place, item in enumerate(items) if item is Ellipsis]
     if dots:
         items[dots[0] : dots[0] + 1] = [slice(None)] * (4 - len(items))
-    if len(dots) > 1 or not 2 <= len(items) <= 3:
-        return None
-    chosen = _positions(items[1], shape[1])
-    if chosen is None:
-        return None
-    positions, new = chosen
-    if len(positions) == shape[1]:
-        return None
-    values = logits._at(positions)
-    return values[(items[0], new.to(values.device) if isinstance(new, Tensor) else new, *items[2:])]
+    return items if len(dots) <= 1 and 2 <= len(items) <= 3 else None
 
 
 def _positions(item: Any, n: int) -> tuple[list[int], Any] | None:
-    """The positions that an index picks of `n`, and what picks the same of these alone."""
+    """Return the positions that an index selects of `n`, and an equivalent index into these."""
     if isinstance(item, int):
         return ([item % n], 0) if -n <= item < n else None
     if isinstance(item, slice):
         return list(range(n))[item], slice(None)
     if isinstance(item, list) and all(type(i) is int for i in item):
-        item = torch.tensor(item, dtype=torch.long)
-    if isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32) and item.numel():
-        if bool((item < -n).any() | (item >= n).any()):
-            return None
-        found, inverse = torch.unique(item.long() % n, return_inverse=True)
-        return found.tolist(), inverse
-    return None
+        item = torch.tensor(item, dtype=torch.long, device="cpu")
+    if not isinstance(item, Tensor) or item.dtype not in (torch.int64, torch.int32):
+        return None
+    if not item.numel() or bool((item < -n).any() | (item >= n).any()):
+        return None
+    positions, inverse = torch.unique(item.long() % n, return_inverse=True)
+    return positions.tolist(), inverse

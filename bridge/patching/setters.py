@@ -1,8 +1,9 @@
 """Patch setters: each copies one piece of a clean activation into a corrupted one.
 
-`generic_activation_patch` calls them as ``setter(corrupted_activation, index, clean_activation)``; the
-index starts with the layer, which has chosen the activation already. They change the corrupted activation in place and
-return it. A clean activation of one row serves every row of the corrupted batch.
+`generic_activation_patch` calls a setter as ``setter(corrupted_activation, index,
+clean_activation)``. The index starts with the layer, which has already selected the activation.
+Setters change the corrupted activation in place and return it. A clean activation with one row is
+used for every row of the corrupted batch.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from typing import NamedTuple
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from bridge.hooks.arguments import refuse_wrong_types
+from bridge.arguments import refuse_wrong_types
 from bridge.hooks.hooks import HookPoint
 
-#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or changes that in place.
+#: ``setter(corrupted_activation, index, clean_activation)`` returns the patched activation, or
+#: changes that in place.
 PatchSetter = Callable[[Tensor, Sequence[int], Tensor], Tensor | None]
 
 _ALL = slice(None)
 
 
-class Region(NamedTuple):
-    """What a setter writes.
+class _Region(NamedTuple):
+    """The part of an activation that a setter writes.
 
     Attributes:
-        axes: which axes of the activation, without its batch axis, the index after the layer picks from.
-        pos: which of these axes counts positions (queries, of a pattern).
-        pattern: whether it is for ``[batch, head, query, key]``, or for ``[batch, pos, ...]``.
+        axes: the axes of the activation, without its batch axis, that the index after the layer
+            selects from.
+        pos: the one of these axes that counts positions (queries, for a pattern).
+        pattern: whether axes are ``[batch, head, query, key]``, and not ``[batch, pos, ...]``.
     """
 
     axes: tuple[int, ...]
@@ -38,22 +41,24 @@ class Region(NamedTuple):
 
     @property
     def slot(self) -> int | None:
-        """Where an index, the layer first, names a position; None where it names none."""
+        """Return the place in an index that names a position (0 is the layer), or None."""
         return 1 + self.axes.index(self.pos) if self.pos in self.axes else None
 
     def chosen(self, place: Sequence[int]) -> tuple[int | slice, ...]:
-        """What an index, the layer first, picks of the activation without its batch axis."""
+        """Return the slices of the activation, without its batch axis, that an index selects."""
         picked = dict(zip(self.axes, place[1:], strict=True))
         return tuple(picked.get(axis, _ALL) for axis in range(max(self.axes) + 1))
 
 
-_POS, _HEAD, _POS_HEAD = Region((0,), 0, False), Region((1,), 0, False), Region((0, 1), 0, False)
-_PATTERN, _QUERY, _ENTRY = (Region(tuple(range(n)), 1, True) for n in (1, 2, 3))
+_POS, _HEAD, _POS_HEAD = _Region((0,), 0, False), _Region((1,), 0, False), _Region((0, 1), 0, False)
+_PATTERN, _QUERY, _ENTRY = (_Region(tuple(range(n)), 1, True) for n in (1, 2, 3))
 
 
 @refuse_wrong_types
-def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor) -> Tensor:
-    """Patches one position, for activations that are not patterns.
+def layer_pos_patch_setter(
+    corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
+) -> Tensor:
+    """Patch one position, for activations that are not patterns.
 
     Args:
         corrupted_activation: ``[batch, pos, ...]``.
@@ -64,7 +69,7 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
@@ -79,7 +84,7 @@ def layer_pos_patch_setter(corrupted_activation: Tensor, index: Sequence[int], c
 def layer_pos_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one head at one position, for q, k, v, z and result.
+    """Patch one head at one position, for q, k, v, z and result.
 
     Args:
         corrupted_activation: ``[batch, pos, head, d]``.
@@ -90,12 +95,14 @@ def layer_pos_head_vector_patch_setter(
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_pos_head_vector_patch_setter
-        >>> layer_pos_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1, 0], torch.ones(1, 2, 2, 1)).flatten()
+        >>> layer_pos_head_vector_patch_setter(
+        ...     torch.zeros(1, 2, 2, 1), [0, 1, 0], torch.ones(1, 2, 2, 1)
+        ... ).flatten()
         tensor([0., 0., 1., 0.])
     """
     return _patch(corrupted_activation, index, clean_activation, _POS_HEAD, "pos", "head")
@@ -105,7 +112,7 @@ def layer_pos_head_vector_patch_setter(
 def layer_head_vector_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one head at all positions, for q, k, v, z and result.
+    """Patch one head at all positions, for q, k, v, z and result.
 
     Args:
         corrupted_activation: ``[batch, pos, head, d]``.
@@ -116,12 +123,14 @@ def layer_head_vector_patch_setter(
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_head_vector_patch_setter
-        >>> layer_head_vector_patch_setter(torch.zeros(1, 2, 2, 1), [0, 1], torch.ones(1, 2, 2, 1)).flatten()
+        >>> layer_head_vector_patch_setter(
+        ...     torch.zeros(1, 2, 2, 1), [0, 1], torch.ones(1, 2, 2, 1)
+        ... ).flatten()
         tensor([0., 1., 0., 1.])
     """
     return _patch(corrupted_activation, index, clean_activation, _HEAD, "head")
@@ -131,7 +140,7 @@ def layer_head_vector_patch_setter(
 def layer_head_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one head's whole pattern, or its scores.
+    """Patch one head's entire pattern, or its scores.
 
     Args:
         corrupted_activation: ``[batch, head, query, key]``.
@@ -142,12 +151,14 @@ def layer_head_pattern_patch_setter(
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_head_pattern_patch_setter
-        >>> layer_head_pattern_patch_setter(torch.zeros(1, 2, 1, 2), [0, 1], torch.ones(1, 2, 1, 2)).flatten()
+        >>> layer_head_pattern_patch_setter(
+        ...     torch.zeros(1, 2, 1, 2), [0, 1], torch.ones(1, 2, 1, 2)
+        ... ).flatten()
         tensor([0., 0., 1., 1.])
     """
     return _patch(corrupted_activation, index, clean_activation, _PATTERN, "head")
@@ -157,7 +168,7 @@ def layer_head_pattern_patch_setter(
 def layer_head_pos_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches the row of one head's pattern (or scores) that belongs to one query.
+    """Patch the row of one query in one head's pattern (or scores).
 
     Args:
         corrupted_activation: ``[batch, head, query, key]``.
@@ -168,12 +179,14 @@ def layer_head_pos_pattern_patch_setter(
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_head_pos_pattern_patch_setter
-        >>> layer_head_pos_pattern_patch_setter(torch.zeros(1, 1, 2, 2), [0, 0, 1], torch.ones(1, 1, 2, 2)).flatten()
+        >>> layer_head_pos_pattern_patch_setter(
+        ...     torch.zeros(1, 1, 2, 2), [0, 0, 1], torch.ones(1, 1, 2, 2)
+        ... ).flatten()
         tensor([0., 0., 1., 1.])
     """
     return _patch(corrupted_activation, index, clean_activation, _QUERY, "head", "dest_pos")
@@ -183,18 +196,19 @@ def layer_head_pos_pattern_patch_setter(
 def layer_head_dest_src_pos_pattern_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one entry of one head's pattern, or of its scores.
+    """Patch one entry of one head's pattern, or of its scores.
 
     Args:
         corrupted_activation: ``[batch, head, query, key]``.
-        index: ``[layer, head, dest_pos, src_pos]``; the destination is the query, the source the key.
+        index: ``[layer, head, dest_pos, src_pos]``; the destination is the query, the source the
+            key.
         clean_activation: ``[batch, head, query, key]``.
 
     Returns:
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
@@ -202,95 +216,106 @@ def layer_head_dest_src_pos_pattern_patch_setter(
         >>> setter(torch.zeros(1, 1, 2, 2), [0, 0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
         tensor([0., 0., 1., 0.])
     """
-    return _patch(corrupted_activation, index, clean_activation, _ENTRY, "head", "dest_pos", "src_pos")
+    return _patch(
+        corrupted_activation, index, clean_activation, _ENTRY, "head", "dest_pos", "src_pos"
+    )
 
 
 @refuse_wrong_types
 def layer_pos_feature_patch_setter(
     corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
 ) -> Tensor:
-    """Patches one feature at one position, for points in a basis.
+    """Patch one feature at one position, for points in a basis.
 
     Args:
         corrupted_activation: ``[batch, pos, feature]``, or ``[batch, pos, head, feature]``.
-        index: ``[layer, pos, feature]``; of features of each head ``[layer, pos, head, feature]``.
-        clean_activation: of the same axes.
+        index: ``[layer, pos, feature]``; with features per head ``[layer, pos, head, feature]``.
+        clean_activation: an activation with the same axes.
 
     Returns:
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_pos_feature_patch_setter
-        >>> layer_pos_feature_patch_setter(torch.zeros(1, 2, 2), [0, 1, 0], torch.ones(1, 2, 2)).flatten()
+        >>> layer_pos_feature_patch_setter(
+        ...     torch.zeros(1, 2, 2), [0, 1, 0], torch.ones(1, 2, 2)
+        ... ).flatten()
         tensor([0., 0., 1., 0.])
     """
-    region, heads = _of_features(_POS_HEAD, corrupted_activation.ndim)
+    region, heads = _feature_region(_POS_HEAD, corrupted_activation.ndim)
     return _patch(corrupted_activation, index, clean_activation, region, "pos", *heads, "feature")
 
 
 @refuse_wrong_types
-def layer_feature_patch_setter(corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor) -> Tensor:
-    """Patches one feature at all positions, for points in a basis.
+def layer_feature_patch_setter(
+    corrupted_activation: Tensor, index: Sequence[int], clean_activation: Tensor
+) -> Tensor:
+    """Patch one feature at all positions, for points in a basis.
 
     Args:
         corrupted_activation: ``[batch, pos, feature]``, or ``[batch, pos, head, feature]``.
-        index: ``[layer, feature]``; of features of each head ``[layer, head, feature]``.
-        clean_activation: of the same axes.
+        index: ``[layer, feature]``; with features per head ``[layer, head, feature]``.
+        clean_activation: an activation with the same axes.
 
     Returns:
         The corrupted activation, changed.
 
     Raises:
-        ValueError: the index has another length, or the two shapes do not fit.
+        ValueError: the index has the wrong length, or the two shapes do not match.
 
     Example:
         >>> import torch
         >>> from bridge.patching import layer_feature_patch_setter
-        >>> layer_feature_patch_setter(torch.zeros(1, 1, 2, 2), [0, 1, 0], torch.ones(1, 1, 2, 2)).flatten()
+        >>> layer_feature_patch_setter(
+        ...     torch.zeros(1, 1, 2, 2), [0, 1, 0], torch.ones(1, 1, 2, 2)
+        ... ).flatten()
         tensor([0., 0., 1., 0.])
     """
-    region, heads = _of_features(_HEAD, corrupted_activation.ndim)
+    region, heads = _feature_region(_HEAD, corrupted_activation.ndim)
     return _patch(corrupted_activation, index, clean_activation, region, *heads, "feature")
 
 
-def _of_features(region: Region, ndim: int) -> tuple[Region, tuple[str, ...]]:
-    """A region of features, which there may be for each head, and what the index names for that."""
+def _feature_region(region: _Region, ndim: int) -> tuple[_Region, tuple[str, ...]]:
+    """Return a region of features, which may be per head, and the index axes that it needs."""
     return (region._replace(axes=(*region.axes, 2)), ("head",)) if ndim == 4 else (region, ())
 
 
-def _patch(corrupted: Tensor, index: Sequence[int], clean: Tensor, region: Region, *names: str) -> Tensor:
+def _patch(
+    corrupted: Tensor, index: Sequence[int], clean: Tensor, region: _Region, *names: str
+) -> Tensor:
     if len(index) != 1 + len(names):
-        raise ValueError(f"the index is {list(index)}; this patch setter needs [{', '.join(('layer', *names))}]")
-    where = (_ALL, *region.chosen(index))
-    # A clean activation without batch axis, or of a longer prompt, could fit by accident: of other axes, other words.
-    if corrupted.shape[1:] == clean.shape[1:]:
-        try:
-            corrupted[where] = clean[where]
-        except (IndexError, RuntimeError) as error:
-            raise ValueError(_misfit(corrupted, clean, index)) from error
-        return corrupted
-    raise ValueError(_misfit(corrupted, clean, index))
+        raise ValueError(
+            f"the index is {list(index)}; this patch setter needs [{', '.join(('layer', *names))}]"
+        )
+    entries = (_ALL, *region.chosen(index))
+    try:
+        # A clean activation without a batch axis, or of a longer prompt, could have a matching
+        # shape by accident.
+        if corrupted.shape[1:] != clean.shape[1:]:
+            raise IndexError("the shapes differ")
+        corrupted[entries] = clean[entries]
+    except (IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"cannot patch {list(index)}: the corrupted activation has shape"
+            f" {list(corrupted.shape)}, the clean one {list(clean.shape)}. The index has to lie in"
+            " both, both runs need prompts of the same length, and the clean cache needs its batch"
+            " axis (of the same size, or of 1)."
+        ) from error
+    return corrupted
 
 
-def _misfit(corrupted: Tensor, clean: Tensor, index: Sequence[int]) -> str:
-    return (
-        f"cannot patch {list(index)}: the corrupted activation has shape {list(corrupted.shape)}, the clean one "
-        f"{list(clean.shape)}. The index has to lie in both, both runs need prompts of the same length, and the clean "
-        "cache needs its batch axis (of the same size, or of 1)."
-    )
+# --------------------------------------------------------------------------------------------------
+# Known regions of the ready-made setters, and the comparison of two activations.
+# --------------------------------------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is known of ready-made patches, and where two activations differ.
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-#: What is known of the setters of `bridge.patching.setters`. A setter of somebody else may do anything.
-REGIONS: dict[PatchSetter, Region] = {
+#: The regions that the setters of `bridge.patching.setters` write. A user's own setter may write
+#: anywhere.
+REGIONS: dict[PatchSetter, _Region] = {
     layer_pos_patch_setter: _POS,
     layer_pos_head_vector_patch_setter: _POS_HEAD,
     layer_head_vector_patch_setter: _HEAD,
@@ -305,11 +330,12 @@ REGIONS: dict[PatchSetter, Region] = {
 def differences(
     clean: Shaped[Tensor, "rows ..."], corrupted: Shaped[Tensor, "batch ..."]
 ) -> Bool[Tensor, "..."] | None:
-    """Where two activations differ in any row, without the batch axis; None where they do not fit.
+    """Return where two activations differ in any row, without the batch axis; None if their shapes
+    do not fit.
 
     Args:
-        clean: of the batch, or of one row.
-        corrupted: of the batch.
+        clean: the activation of the batch, or of one row.
+        corrupted: the activation of the batch.
 
     Example:
         >>> import torch
@@ -322,20 +348,20 @@ def differences(
     return (clean.to(corrupted.device) != corrupted).any(0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The patches of a sweep: where each stands, which piece it is of, and what that was in the clean run.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The patches of a sweep: the hook point, the index, and the clean activation of each.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PatchStep:
-    """One patch.
+    """A patch of a sweep.
 
     Attributes:
-        hook: where it stands.
-        place: the index, the layer first.
+        hook: the patched hook point.
+        place: the index, starting with the layer.
         clean: the activation of the clean run.
-        setter: copies the piece.
+        setter: the function that copies the piece.
     """
 
     hook: HookPoint
@@ -344,44 +370,49 @@ class PatchStep:
     setter: PatchSetter
 
     @property
-    def region(self) -> Region | None:
-        """What the setter writes of an activation with these axes, where that is known."""
-        region, names = REGIONS.get(self.setter), self.hook.point.axes.split()
-        if region is None or names[0] != "batch":
+    def region(self) -> _Region | None:
+        """Return the region of such an activation that the setter writes; None if unknown."""
+        region, axes = REGIONS.get(self.setter), self.hook.point.axes.split()
+        if region is None or axes[0] != "batch":
             return None
         if self.setter in (layer_feature_patch_setter, layer_pos_feature_patch_setter):
-            region, _ = _of_features(region, len(names))
-        fits = names[2:] == ["pos", "key_pos"] if region.pattern else names[1] == "pos"
-        return region if fits and max(region.axes) < len(names) - 1 else None
+            region, _ = _feature_region(region, len(axes))
+        fits = axes[2:] == ["pos", "key_pos"] if region.pattern else axes[1] == "pos"
+        return region if fits and max(region.axes) < len(axes) - 1 else None
 
     def changed(self, differs: Bool[Tensor, "..."] | None) -> list[int] | None:
-        """The positions at which it changes anything; None where that is not known.
+        """Return the positions that the patch changes; None if they are not known.
 
         Args:
-            differs: where the clean and the corrupted activation differ, without the batch axis; None: not known.
+            differs: where the clean and the corrupted activation differ, without the batch axis;
+                None: unknown.
         """
         region = self.region
         if region is None or differs is None:
             return None
         try:
-            found = differs[region.chosen(self.place)]
+            entries = differs[region.chosen(self.place)]
         except (IndexError, ValueError):
-            return None  # the setter says what does not fit
-        if region.slot is not None:
-            return [self.place[region.slot] % differs.shape[region.pos]] if bool(found.any()) else []
-        by_position = found.flatten(1).any(1) if found.ndim > 1 else found
-        return by_position.nonzero().flatten().tolist()
+            return None  # the setter raises the error about the shapes
+        if region.slot is None:
+            by_position = entries.flatten(1).any(1) if entries.ndim > 1 else entries
+            return by_position.nonzero().flatten().tolist()
+        position = self.place[region.slot] % differs.shape[region.pos]
+        return [position] if bool(entries.any()) else []
 
     def edit(self, start: int) -> Callable[[Tensor], Tensor | None]:
-        """What patches the corrupted activation of the positions from `start` on."""
+        """Return the function that patches the corrupted activation from position `start` on."""
         return lambda activation: self._patched(activation, start)
 
     def _patched(self, activation: Tensor, start: int) -> Tensor | None:
         region, place, clean = self.region, list(self.place), self.clean
-        # Keys and values made from latents are made for all positions, those before `start` too.
-        if start and region is not None and activation.shape[1 + region.pos] != clean.shape[1 + region.pos]:
-            length = clean.shape[1 + region.pos]
-            if region.slot is not None:
-                place[region.slot] = place[region.slot] % length - start
-            clean = clean.narrow(1 + region.pos, start, length - start)
+        if start and region is not None:
+            axis = 1 + region.pos
+            length = clean.shape[axis]
+            # Keys and values computed from latents exist for all positions, including those before
+            # `start`.
+            if activation.shape[axis] != length:
+                if region.slot is not None:
+                    place[region.slot] = place[region.slot] % length - start
+                clean = clean.narrow(axis, start, length - start)
         return self.setter(activation, place, clean)

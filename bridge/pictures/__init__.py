@@ -1,7 +1,8 @@
-"""Pictures of what analysis returns: one call each.
+"""Pictures of analysis results: one call each.
 
-Drawn with Altair (Vega-Lite). A picture shows itself in a notebook and is saved as one HTML file, SVG or PNG, without a
-network and without a browser. It needs the extra: ``pip install 'transformer-bridge[pictures]'``.
+Pictures are drawn with Altair (Vega-Lite). A notebook shows them directly. They can be saved as a
+single HTML file, SVG or PNG, without a network or a browser. They need the extra: ``pip install
+'transformer-bridge[pictures]'``.
 """
 
 import importlib.util
@@ -13,8 +14,9 @@ if _missing:
         "pip install 'transformer-bridge[pictures]'"
     )
 
-from bridge.pictures.attention_grids import attention, residual_norms, routing
-from bridge.pictures.graphs import CircuitNode, circuit, faithfulness
+from bridge.pictures.attention_grids import attention, routing
+from bridge.pictures.curves import faithfulness, residual_norms
+from bridge.pictures.graphs import CircuitNode, circuit
 from bridge.pictures.heat_maps import attribution, composition, heads, heat_map, patching
 from bridge.pictures.pictures import Picture, page, together
 from bridge.pictures.token_lines import attention_text, chosen_lens, logit_lens, tokens

@@ -1,6 +1,6 @@
-"""Pictures inside HTML: what stands for one of them, the scripts that draw it, and a page around both.
+"""Pictures in HTML: the placeholder of a picture, the scripts that draw it, and a page around both.
 
-Vega's JavaScript is part of vl-convert and is written into the page: nothing is fetched.
+Vega's JavaScript is part of vl-convert and is inlined into the page, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from typing import Any
 
 import vl_convert
 
-#: What Vega-Lite draws, as it is written in JSON.
+#: A Vega-Lite specification in JSON form.
 Spec = dict[str, Any]
-#: Beyond this many values a picture is drawn on a canvas: so many elements would make the page slow.
+#: Above this number of values a picture is drawn on a canvas, as so many SVG elements would slow
+#: down the page.
 MOST_SVG_VALUES = 8000
 
 
 def _file(name: str) -> str:
-    """A part of pages that is a file of its own."""
+    """Return a part of the pages that is stored as a separate file."""
     return "\n" + Path(__file__).with_name("in_html").joinpath(name).read_text(encoding="utf-8")
 
 
 STYLE, _PAGE_STYLE = _file("picture.css"), _file("page.css")
-#: Draws every picture on the ground that it stands on: a page's own theme (Furo, JupyterLab, VS Code) where it has one,
-#: otherwise what the reader's system says. Where there is too little room, panels that may wrap do. When ground or room
-#: changes, it is drawn again.
+#: Draws every picture for the background that it has: the page's own theme (Furo, JupyterLab, VS
+#: Code) if there is one, otherwise the reader's system setting. Panels that may wrap do so if space
+#: is short. The picture is redrawn when background or space changes.
 _DRAW = _file("draw.js")
-#: Unpacks the library where an output of the page holds it, and draws.
+#: Unpacks the library if an output of the page holds it, and draws.
 _UNPACK = _file("unpack.js")
 
 
-#: What the bundle is to leave for the drawing script.
+#: The globals that the bundle must define for the drawing script.
 _GLOBALS = "window.vegaEmbed = vegaEmbed; window.vega = vega; window.vegaLite = vegaLite;"
 
 
 @functools.cache
 def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, about 0.9 MB.
+    """Return Vega, Vega-Lite and Vega-Embed as one script, about 0.9 MB.
 
     Example:
         >>> from bridge.pictures.embedding import library
@@ -50,11 +51,14 @@ def library() -> str:
         True
     """
     bundle = vl_convert.javascript_bundle(_GLOBALS).replace("</script", "<\\/script")
-    return f"(() => {{\n{bundle}\n}})();"  # its own names would meet those of a page's other scripts
+    return (  # a scope of its own, as its names could collide with those of other scripts
+        f"(() => {{\n{bundle}\n}})();"
+    )
 
 
 def drawing_script() -> str:
-    """The script that draws the pictures of a page, once `library` has run. It may run again when more have come.
+    """Return the script that draws a page's pictures after `library`. It may run again for new
+    pictures.
 
     Example:
         >>> from bridge.pictures.embedding import drawing_script
@@ -65,12 +69,12 @@ def drawing_script() -> str:
 
 
 def fragment(spec: Spec, n_values: int, still: str = "") -> str:
-    """What stands for a picture in a page that has the scripts.
+    """Return the placeholder of a picture in a page that has the scripts.
 
     Args:
-        spec: its Vega-Lite specification.
-        n_values: how many values it shows.
-        still: what is seen until the scripts have drawn it, as HTML.
+        spec: the picture's Vega-Lite specification.
+        n_values: the number of values in the picture.
+        still: HTML that is shown until the scripts have drawn the picture.
 
     Example:
         >>> from bridge.pictures.embedding import fragment
@@ -86,23 +90,31 @@ def fragment(spec: Spec, n_values: int, still: str = "") -> str:
 
 
 def output(spec: Spec, n_values: int, png: bytes, title: str, with_library: bool) -> str:
-    """A picture for a notebook: seen as it is where no script runs, and drawn where the page has the library.
+    """Return a picture for a notebook: a still image without scripts, drawn if the page has the
+    library.
 
     Args:
         spec, n_values: as for `fragment`.
-        png: the picture in pixels.
-        title: what it shows.
-        with_library: whether this output holds the library, packed (0.4 MB). One of a page has to.
+        png: the picture as a PNG.
+        title: the picture's title.
+        with_library: whether this output contains the compressed library (0.4 MB). Exactly one
+            output of a page needs it.
 
     Example:
         >>> from bridge.pictures.embedding import output
         >>> len(output({}, 1, b"", "Nothing", with_library=False)) < 10_000
         True
     """
-    seen = base64.b64encode(png).decode()
-    still = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{seen}">'
-    held = f'<script type="text/plain" class="bridge-vega">{_packed_library()}</script>' if with_library else ""
-    return f"<style>{STYLE}</style>{fragment(spec, n_values, still)}{held}<script>{_UNPACK}{_DRAW}}})();</script>"
+    pixels = base64.b64encode(png).decode()
+    still = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{pixels}">'
+    held = (
+        f'<script type="text/plain" class="bridge-vega">{_packed_library()}</script>'
+        if with_library
+        else ""
+    )
+    drawing = fragment(spec, n_values, still)
+    script = f"<script>{_UNPACK}{_DRAW}}})();</script>"
+    return f"<style>{STYLE}</style>{drawing}{held}{script}"
 
 
 @functools.cache
@@ -112,7 +124,7 @@ def _packed_library() -> str:
 
 @functools.cache
 def library_name() -> str:
-    """What the library's file is called where pages link to it: another one, of another version, has another name.
+    """Return the library's file name for links from pages; it differs between versions.
 
     Example:
         >>> from bridge.pictures.embedding import library_name
@@ -123,22 +135,26 @@ def library_name() -> str:
 
 
 def document(title: str, body: str, linked: bool = False) -> str:
-    """A page that needs nothing but itself, or nothing but the library beside it.
+    """Return a page that is self-contained, or that needs only the library beside it.
 
     Args:
-        title: its title, as text.
-        body: its body, as HTML.
-        linked: the library is in the file `library_name` of the page's folder.
+        title: the page's title, as text.
+        body: the page's body, as HTML.
+        linked: whether the library is in the file `library_name` of the page's folder.
 
     Example:
         >>> from bridge.pictures.embedding import document
         >>> "<title>Heads &amp; tails</title>" in document("Heads & tails", "<p>Text</p>")
         True
     """
-    held = f'<script src="{library_name()}"></script>' if linked else f"<script>{library()}</script>"
+    held = (
+        f'<script src="{library_name()}"></script>' if linked else f"<script>{library()}</script>"
+    )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
+        '<!doctype html>\n<html lang="en"><head><meta'
+        f' charset="utf-8"><title>{html.escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon"'
+        ' href="data:,">\n'
         f"<style>{_PAGE_STYLE}{STYLE}</style></head>\n<body>\n{body}\n"
         f"{held}\n<script>{_DRAW}</script>\n</body></html>\n"
     )

@@ -1,7 +1,7 @@
-"""Colours and configuration that all pictures share, in light and dark.
+"""Colours and configuration that all pictures share, in light and dark mode.
 
-Every colour is an expression of one parameter of the picture, ``dark``: the same picture is drawn on light and on dark
-ground, and a page that changes its ground changes that parameter and nothing else.
+Every colour is an expression of one parameter of the picture, ``dark``. The same picture is drawn
+on light and dark backgrounds, and a page that switches its background only changes this parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 FONT = "system-ui, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
 
-#: Colours by what they are for, on light and on dark ground.
+#: Colours by purpose, on light and dark backgrounds.
 PALETTE: dict[str, tuple[str, str]] = {
     "ground": ("#ffffff", "#131416"),
     "ink": ("#1f2328", "#e4e6ea"),
@@ -29,8 +29,9 @@ PALETTE: dict[str, tuple[str, str]] = {
     "accent": ("#b35806", "#ffb066"),
 }
 
-#: From strongly negative over zero to strongly positive: orange and blue, which all common kinds of colour vision tell
-#: apart (ColorBrewer's PuOr and RdBu ends; Harrower and Brewer 2003), with the ground's own tone at zero.
+#: From strongly negative over zero to strongly positive: orange and blue, which all common kinds of
+#: colour vision distinguish (ColorBrewer's PuOr and RdBu ends; Harrower and Brewer 2003), with the
+#: background's own tone at zero.
 DIVERGING: list[tuple[str, str]] = [
     ("#8f4507", "#ffb066"),
     ("#eba04a", "#b5651d"),
@@ -38,14 +39,15 @@ DIVERGING: list[tuple[str, str]] = [
     ("#6baed6", "#2f6ea8"),
     ("#08519c", "#8cc8ff"),
 ]
-#: From nothing to all.
+#: From zero to the maximum.
 SEQUENTIAL: list[tuple[str, str]] = [
     ("#f7f9fc", "#1b1d21"),
     ("#9ecae1", "#2f6ea8"),
     ("#08519c", "#a9d7ff"),
 ]
-#: Where black and white text can be read equally well, as a part of each scale, on light and on dark ground: there the
-#: colour's luminance is 0.179, and either has a contrast of 4.58. Text changes its colour there.
+#: The point of each scale at which black and white text are equally readable, on light and dark
+#: backgrounds: the colour's luminance is 0.179, and both have a contrast of 4.58. Text changes its
+#: colour there.
 READABLE: dict[str, tuple[float, float]] = {
     "sequential": (0.833, 0.555),
     "positive": (0.78, 0.564),
@@ -54,7 +56,7 @@ READABLE: dict[str, tuple[float, float]] = {
 
 
 def dark_parameter() -> alt.Parameter:
-    """The parameter that says which ground a picture stands on.
+    """Return the parameter that says whether the picture's background is dark.
 
     Example:
         >>> from bridge.pictures.style import dark_parameter
@@ -65,10 +67,10 @@ def dark_parameter() -> alt.Parameter:
 
 
 def themed(light: str, dark: str) -> alt.ExprRef:
-    """A colour that depends on the ground.
+    """Return a colour that depends on the background.
 
     Args:
-        light, dark: the colour on each.
+        light, dark: the colour on each background.
 
     Example:
         >>> from bridge.pictures.style import themed
@@ -79,10 +81,10 @@ def themed(light: str, dark: str) -> alt.ExprRef:
 
 
 def colour(name: str) -> alt.ExprRef:
-    """A colour of the palette.
+    """Return a colour of the palette.
 
     Args:
-        name: what it is for, one of `PALETTE`.
+        name: the colour's purpose, one of `PALETTE`.
 
     Example:
         >>> from bridge.pictures.style import colour
@@ -92,8 +94,22 @@ def colour(name: str) -> alt.ExprRef:
     return themed(*PALETTE[name])
 
 
+def orange_if(test: str) -> Any:
+    """Return the colour of a mark that is orange under a condition, and otherwise blue.
+
+    Args:
+        test: a Vega expression, such as ``"datum.v < 0"``.
+
+    Example:
+        >>> from bridge.pictures.style import orange_if
+        >>> orange_if("datum.v < 0")["condition"]["test"]
+        'datum.v < 0'
+    """
+    return alt.condition(test, alt.value(colour("accent")), alt.value(colour("line")))
+
+
 def diverging(limit: float) -> alt.Scale:
-    """A scale centred at zero, as far to either side.
+    """Return a scale that is symmetric around zero.
 
     Args:
         limit: the largest absolute value; 0 counts as 1.
@@ -104,12 +120,12 @@ def diverging(limit: float) -> alt.Scale:
         [-4.0, -2.0, 0.0, 2.0, 4.0]
     """
     limit = limit or 1.0
-    domain = [limit * part for part in (-1.0, -0.5, 0.0, 0.5, 1.0)]
-    return alt.Scale(domain=domain, range=[themed(*pair) for pair in DIVERGING], clamp=True, interpolate="lab")
+    domain = [-limit, -limit / 2, 0.0, limit / 2, limit]
+    return _scale(domain, DIVERGING)
 
 
 def sequential(limit: float = 1.0) -> alt.Scale:
-    """A scale from zero.
+    """Return a scale from zero.
 
     Args:
         limit: the largest value; 0 counts as 1.
@@ -120,16 +136,39 @@ def sequential(limit: float = 1.0) -> alt.Scale:
         [0.0, 0.5, 1.0]
     """
     limit = limit or 1.0
-    domain = [0.0, limit / 2, limit]
-    return alt.Scale(domain=domain, range=[themed(*pair) for pair in SEQUENTIAL], clamp=True, interpolate="lab")
+    return _scale([0.0, limit / 2, limit], SEQUENTIAL)
+
+
+def _scale(domain: list[float], colours: list[tuple[str, str]]) -> alt.Scale:
+    colour_range = [themed(*pair) for pair in colours]
+    return alt.Scale(domain=domain, range=colour_range, clamp=True, interpolate="lab")
+
+
+def scale_of(values: Tensor) -> alt.Scale:
+    """Return the scale of some values: `diverging` if one is negative, otherwise `sequential`.
+
+    Args:
+        values: any shape; only finite ones count.
+
+    Example:
+        >>> import torch
+        >>> from bridge.pictures.style import scale_of
+        >>> scale_of(torch.tensor([2.0, 4.0])).to_dict()["domain"]
+        [0.0, 2.0, 4.0]
+        >>> scale_of(torch.tensor([-1.0, 4.0])).to_dict()["domain"]
+        [-4.0, -2.0, 0.0, 2.0, 4.0]
+    """
+    negative = bool((values[values.isfinite()] < 0).any())
+    return diverging(limit(values)) if negative else sequential(limit(values))
 
 
 def ink_on(strength: str, signed: bool = False) -> dict[str, object]:
-    """The colour of text on a coloured cell, so that it can be read: its contrast is 4.5 or more.
+    """Return a readable text colour for a coloured cell: its contrast is 4.5 or more.
 
     Args:
-        strength: a Vega expression for how far the cell's colour is along its scale, from 0 to 1, or from -1.
-        signed: the scale is `diverging`, not `sequential`.
+        strength: a Vega expression for the position of the cell's colour on its scale, from 0 to 1,
+            or from -1.
+        signed: whether the scale is `diverging` and not `sequential`.
 
     Example:
         >>> from bridge.pictures.style import ink_on
@@ -152,11 +191,11 @@ def ink_on(strength: str, signed: bool = False) -> dict[str, object]:
 
 
 def colour_bar(scale: alt.Scale, title: str) -> alt.Legend:
-    """A legend with numbers at the same distance from each other.
+    """Return a legend with evenly spaced numbers.
 
     Args:
-        scale: what it explains.
-        title: what the numbers are.
+        scale: the explained scale.
+        title: the meaning of the numbers.
 
     Example:
         >>> from bridge.pictures.style import colour_bar, diverging
@@ -167,23 +206,23 @@ def colour_bar(scale: alt.Scale, title: str) -> alt.Legend:
 
 
 def tooltips(shown: Mapping[str, str], format: str | None = None) -> list[alt.Tooltip]:
-    """What hovering over a mark says.
+    """Return the tooltips of a mark.
 
     Args:
-        shown: of each line the field that it shows, and its title.
-        format: of the numbers; None: as they are.
+        shown: for each line its field and its title.
+        format: the number format; None: unformatted.
 
     Example:
         >>> from bridge.pictures.style import tooltips
         >>> tooltips({"w:Q": "weight"})[0].to_dict()
         {'field': 'w', 'title': 'weight', 'type': 'quantitative'}
     """
-    given: dict[str, Any] = {} if format is None else {"format": format}
-    return [alt.Tooltip(field, title=title, **given) for field, title in shown.items()]
+    options: dict[str, Any] = {} if format is None else {"format": format}
+    return [alt.Tooltip(field, title=title, **options) for field, title in shown.items()]
 
 
 def configuration() -> alt.Config:
-    """Fonts, lines and colours of axes, titles and legends.
+    """Return the fonts, lines and colours of axes, titles and legends.
 
     Example:
         >>> from bridge.pictures.style import configuration
@@ -195,23 +234,42 @@ def configuration() -> alt.Config:
         background=colour("ground"),
         font=FONT,
         view=alt.ViewConfig(stroke=None),
-        title=alt.TitleConfig(color=ink, subtitleColor=ink, anchor="start", fontSize=14, fontWeight=600, offset=10),
+        title=alt.TitleConfig(
+            color=ink, subtitleColor=ink, anchor="start", fontSize=14, fontWeight=600, offset=10
+        ),
         axis=alt.AxisConfig(
-            labelColor=ink, titleColor=ink, domainColor=faint, tickColor=faint, gridColor=faint, labelFontSize=11,
-            titleFontSize=12, titleFontWeight="normal", labelLimit=120, gridOpacity=0.5,
+            labelColor=ink,
+            titleColor=ink,
+            domainColor=faint,
+            tickColor=faint,
+            gridColor=faint,
+            labelFontSize=11,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            labelLimit=120,
+            gridOpacity=0.5,
         ),
         header=alt.HeaderConfig(labelColor=ink, titleColor=ink, labelFontSize=11, labelPadding=4),
         legend=alt.LegendConfig(
-            labelColor=ink, titleColor=ink, labelFontSize=11, titleFontSize=11, titleFontWeight="normal",
-            gradientThickness=10, gradientLength=150, orient="top", direction="horizontal", titleOrient="left",
-            titleBaseline="bottom", offset=8,
+            labelColor=ink,
+            titleColor=ink,
+            labelFontSize=11,
+            titleFontSize=11,
+            titleFontWeight="normal",
+            gradientThickness=10,
+            gradientLength=150,
+            orient="top",
+            direction="horizontal",
+            titleOrient="left",
+            titleBaseline="bottom",
+            offset=8,
         ),
-    )  # fmt: skip
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tokens and other names as they stand in a picture.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Tokens and other names as displayed in a picture.
+# --------------------------------------------------------------------------------------------------
 
 
 _BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
@@ -219,10 +277,11 @@ _SHOWN = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    """A token's text with spaces and line ends that can be seen.
+    """Return a token's text with visible spaces and line ends.
 
-    A space is ``·`` but between two words, a line feed ``↵``, a tab ``⇥``, the empty text ``∅``. Other characters
-    without a shape, and these signs themselves, are shown by their number, so that no two texts look the same.
+    A space is ``·`` except between two words, a line feed ``↵``, a tab ``⇥``, the empty text ``∅``.
+    Other invisible characters, and these signs themselves, are shown by their code, so that no two
+    texts look the same.
 
     Args:
         text: the token's text.
@@ -234,33 +293,38 @@ def visible(text: str) -> str:
         >>> visible("\\x00"), visible("·"), visible("a random one")
         ('\\\\x00', '\\\\xb7', 'a random one')
     """
-    between = {at.start() for at in _BETWEEN_WORDS.finditer(text)}
-    return "".join(x if at in between else _shown(x) for at, x in enumerate(text)) or "∅"
+    kept = {match.start() for match in _BETWEEN_WORDS.finditer(text)}
+    shown = [char if i in kept else _shown(char) for i, char in enumerate(text)]
+    return "".join(shown) or "∅"
 
 
 def _shown(character: str) -> str:
     if character in _SHOWN:
         return _SHOWN[character]
-    unseen = unicodedata.category(character)[0] in "CZ" or character in (*_SHOWN.values(), "∅", "\\")
-    if not unseen:
-        return character
-    number = ord(character)
     if character == "\\":
         return "\\\\"
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    invisible = unicodedata.category(character)[0] in "CZ"
+    if not invisible and character not in (*_SHOWN.values(), "∅"):
+        return character
+    number = ord(character)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    if number < 0x10000:
+        return f"\\u{number:04x}"
+    return f"\\U{number:08x}"
 
 
 def token_labels(tokens: Sequence[str], n: int, what: str = "tokens") -> list[str]:
-    """The labels of positions, one for each.
+    """Return the labels of positions, one for each.
 
     Args:
         tokens: the text of each position.
-        n: how many positions there are.
+        n: the number of positions.
         what: the argument's name, for errors.
 
     Raises:
-        TypeError: something else than a list of texts.
-        ValueError: another number of them.
+        TypeError: the tokens are not a list of texts.
+        ValueError: the number of texts is wrong.
 
     Example:
         >>> from bridge.pictures.style import token_labels
@@ -269,11 +333,14 @@ def token_labels(tokens: Sequence[str], n: int, what: str = "tokens") -> list[st
     """
     if isinstance(tokens, str | Tensor) or not all(isinstance(token, str) for token in tokens):
         raise TypeError(
-            f"{what} is {type(tokens).__name__} {_short(tokens)}; give a list with the text of each position, such as "
-            "bridge.to_str_tokens(prompt)"
+            f"{what} is {type(tokens).__name__} {_short(tokens)}; give a list with the text of each"
+            " position, such as bridge.to_str_tokens(prompt)"
         )
     if len(tokens) != n:
-        raise ValueError(f"there are {len(tokens)} {what}, and {n} positions in the values: {_short(list(tokens))}")
+        raise ValueError(
+            f"there are {len(tokens)} {what}, and {n} positions in the values:"
+            f" {_short(list(tokens))}"
+        )
     return [visible(token) for token in tokens]
 
 
@@ -283,7 +350,7 @@ def _short(value: object) -> str:
 
 
 def lookup(labels: Sequence[str], index: str) -> str:
-    """A Vega expression: the label with a number.
+    """Return a Vega expression for the label of a number.
 
     Args:
         labels: all labels.
@@ -298,10 +365,10 @@ def lookup(labels: Sequence[str], index: str) -> str:
 
 
 def width_of(labels: Sequence[str]) -> int:
-    """About how many pixels the longest label takes, at most 120.
+    """Return the approximate width of the longest label in pixels, at most 120.
 
     Args:
-        labels: what is to be written, in the size of an axis.
+        labels: the labels, in the font size of an axis.
 
     Example:
         >>> from bridge.pictures.style import width_of
@@ -312,7 +379,7 @@ def width_of(labels: Sequence[str]) -> int:
 
 
 def wide(text: str) -> int:
-    """How many letters' room a text takes.
+    """Return the width of a text in letters.
 
     Args:
         text: the text.
@@ -325,23 +392,27 @@ def wide(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Numbers for a picture: checked, and as few digits as the eye can use.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Numbers for a picture: checked, and rounded to the visible digits.
+# --------------------------------------------------------------------------------------------------
 
 
-def checked(values: Tensor, what: str, masked: bool = False, absent: Tensor | None = None) -> Tensor:
-    """The values as float64 on the CPU, outside of autograd.
+def checked(
+    values: Tensor, what: str, masked: bool = False, absent: Tensor | None = None
+) -> Tensor:
+    """Return the values as float64 on the CPU, detached from autograd.
 
     Args:
         values: any tensor of numbers.
-        what: what they are, for errors.
-        masked: minus infinity may stand where there is nothing.
-        absent: of the shape of the values, where a NaN says that there is nothing; None: nowhere.
+        what: a description of the values, for errors.
+        masked: whether minus infinity may mark missing values.
+        absent: a mask, in the shape of the values, of entries where NaN marks a missing value;
+            None: nowhere.
 
     Raises:
-        TypeError: no tensor, or one of truth values or complex numbers.
-        ValueError: it is empty, or holds a NaN or an infinity, which would be a hole in the picture.
+        TypeError: not a tensor, or a tensor of booleans or complex numbers.
+        ValueError: the tensor is empty, or has a NaN or an infinity, which would be a blank in the
+            picture.
 
     Example:
         >>> import torch
@@ -364,22 +435,22 @@ def checked(values: Tensor, what: str, masked: bool = False, absent: Tensor | No
     if bad.any():
         place = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{what} of shape {list(values.shape)} hold {int(bad.sum())} values that are no finite numbers, the first "
-            f"of them {values[tuple(place)].item()} at {place}"
+            f"{what} of shape {list(values.shape)} hold {int(bad.sum())} values that are no finite"
+            f" numbers, the first of them {values[tuple(place)].item()} at {place}"
         )
     return values
 
 
 def without_batch(values: Tensor, ndim: int, what: str) -> Tensor:
-    """The values of one prompt.
+    """Return the values of one prompt.
 
     Args:
-        values: with or without a batch axis of one in front.
-        ndim: how many axes there are without it.
-        what: what they are, with their axes, for errors.
+        values: with or without a leading batch axis of one.
+        ndim: the number of axes without the batch axis.
+        what: a description of the values with their axes, for errors.
 
     Raises:
-        ValueError: other axes, or a batch of several.
+        ValueError: unsupported axes, or a batch of several.
 
     Example:
         >>> import torch
@@ -391,23 +462,25 @@ def without_batch(values: Tensor, ndim: int, what: str) -> Tensor:
         return values
     if values.ndim == ndim + 1 and len(values) == 1:
         return values[0]
-    several = values.ndim == ndim + 1
-    hint = f"; the first axis has {len(values)} rows: take one, [0], or their mean, .mean(0)" if several else ""
+    hint = ""
+    if values.ndim == ndim + 1:
+        hint = f"; the first axis has {len(values)} rows: take one, [0], or their mean, .mean(0)"
     raise ValueError(
-        f"{what} are asked for, with a batch axis of 1 or without; the shape is {list(values.shape)}{hint}"
+        f"{what} are asked for, with a batch axis of 1 or without; the shape is"
+        f" {list(values.shape)}{hint}"
     )
 
 
 def of_one_prompt(values: Tensor, ndim: int, what: str) -> Tensor:
-    """The values of components in one prompt.
+    """Return the values of components in one prompt.
 
     Args:
         values: with or without a batch axis of one after the first.
-        ndim: how many axes there are without it.
-        what: what they are, with their axes, for errors.
+        ndim: the number of axes without the batch axis.
+        what: a description of the values with their axes, for errors.
 
     Raises:
-        ValueError: other axes, or a batch of several.
+        ValueError: unsupported axes, or a batch of several.
 
     Example:
         >>> import torch
@@ -422,11 +495,11 @@ def of_one_prompt(values: Tensor, ndim: int, what: str) -> Tensor:
 
 
 def compact(values: Tensor, digits: int = 3) -> list[float | None]:
-    """The values in order, rounded to some digits; None for what is not finite.
+    """Return the values in order, rounded to some digits; None for values that are not finite.
 
     Args:
         values: any shape.
-        digits: how many of each number count.
+        digits: the number of significant digits.
 
     Example:
         >>> import torch
@@ -445,7 +518,7 @@ def _rounded(value: float, digits: int) -> float | None:
 
 
 def limit(values: Tensor) -> float:
-    """The largest absolute value, of those that are finite.
+    """Return the largest absolute value among the finite ones.
 
     Args:
         values: any shape.
@@ -461,16 +534,16 @@ def limit(values: Tensor) -> float:
 
 
 def names_for(labels: Sequence[str] | None, n: int, default: str, what: str) -> list[str]:
-    """Given names, or numbered ones.
+    """Return the names if there are any, or numbered ones.
 
     Args:
         labels: one name for each; None: `default` and a number.
-        n: how many.
-        default: such as ``head``.
+        n: the number of names.
+        default: the prefix of numbered names, such as ``head``.
         what: the argument's name, for errors.
 
     Raises:
-        ValueError: another number of names.
+        ValueError: the number of names is wrong.
 
     Example:
         >>> from bridge.pictures.style import names_for

@@ -1,4 +1,4 @@
-"""A run with its hooks, lowered once into a plain module that can be compiled, exported and served."""
+"""A run with its hooks as a plain module that can be compiled, exported and served."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""From hook points with functions to shells with code at their sites."""
+"""Lowering: hook points and their functions become code at the sites of shell modules."""
 
 from __future__ import annotations
 
@@ -21,210 +21,288 @@ from adapters.views import Args, Call, Kwargs
 from bridge.hooks.context import Listener
 from bridge.hooks.hooks import HookPoint, LeaderEdit, wants_gradients
 from bridge.interventions.operations import Operation
-from bridge.programs.program_pass import AnyFunction, Function, LoweredPoint, LoweredSite, ProgramPass, current
+from bridge.programs.program_pass import (
+    AnyFunction,
+    Function,
+    LoweredPoint,
+    LoweredSite,
+    ProgramPass,
+    current,
+)
 from bridge.run.inputs import RunnableBridge
-from bridge.taps.attention import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.attention_call import AttentionCall, implementation_of, is_looked_up, is_opaque
+from bridge.taps.attention_tap import AttentionWatch, ObservedAttentionCall, show_scores_and_pattern
 from bridge.taps.experts import RouterWatch
 from bridge.taps.taps import CallWatch, Tap
 from bridge.trace.coroutine import OutOfStepError
 from bridge.trace.edit import BodyActivations, BodyInStep, Edit, assigned
 from bridge.wiring.compiled import ForcedEager, strip
 
-#: Makes what stands for the forward of a shell, of the hook points inside of it by channel, and where a pass is found.
-MakesTap = Callable[[nn.Module, Mapping[str, Sequence[LoweredPoint]], threading.local], "LoweredTap"]
-#: The dictionaries of torch hooks, of which a shell has copies.
+#: Hook points and their functions, in order.
+Edits = Sequence[tuple[HookPoint, AnyFunction]]
+#: The token embeddings, and the sites on their output that other views need.
+Embeddings = tuple[nn.Module, tuple[Site, ...]]
+#: Makes the replacement of a shell's forward from its hook points by channel and the function that
+#: finds the current pass.
+MakesTap = Callable[
+    [nn.Module, Mapping[str, Sequence[LoweredPoint]], threading.local], "LoweredTap"
+]
+#: The dictionaries of torch hooks; a shell has copies of them.
 HOOKS = (
-    "_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @dataclass
 class Lowered:
-    """A model of shells, with the code of a program at its sites.
+    """A model of shells with the code of a program at its sites.
 
     Attributes:
         model: the shells.
-        here: where a pass is found while it is under way.
-        embeddings: the token embeddings, and the sites on their output that views elsewhere need.
-        steps: the hook points of the program.
-        one_by_one: experts are computed one after the other, with numbers of rows that depend on the values.
+        here: returns the pass that is running.
+        embeddings: the token embeddings, and the sites on their output that other views need.
+        steps: the program's hook points.
+        one_by_one: whether experts run one after the other, with row counts that depend on the
+            values.
     """
 
     model: nn.Module
     here: threading.local
-    embeddings: tuple[nn.Module, tuple[Site, ...]] | None
+    embeddings: Embeddings | None
     steps: tuple[LoweredPoint, ...]
     one_by_one: bool
 
     @property
     def taken(self) -> set[str]:
-        """The declared inputs that functions take."""
-        functions = [listener.fn for step in self.steps for listener in step.changes]
-        return {name for fn in functions if isinstance(fn, Function) for name in fn.takes}
+        """Return the declared inputs that functions take."""
+        return {name for _, function in self._functions() for name in function.takes}
 
     @property
     def chooses_tokens(self) -> str | None:
-        """A hook point with an operation that has to know which tokens of the sequence it is shown; None: none has."""
-        for step in self.steps:
-            for change in [listener.fn for listener in step.changes]:
-                if isinstance(change, Function) and isinstance(change.fn, Operation) and change.fn.chooses_tokens:
-                    return step.hook.name
+        """Return a hook point whose operation needs the token's position in the sequence; None if
+        there is none.
+        """
+        for hook, function in self._functions():
+            if isinstance(function.fn, Operation) and function.fn.chooses_tokens:
+                return hook.name
         return None
 
+    def _functions(self) -> Iterator[tuple[HookPoint, Function]]:
+        """Yield the functions of the program that are not bodies of edits."""
+        for step in self.steps:
+            for listener in step.changes:
+                if isinstance(listener.fn, Function):
+                    yield step.hook, listener.fn
+
     def take_embeddings(self, program_pass: ProgramPass, arguments: Kwargs) -> None:
-        """Notes what the model is given in place of the output of its token embeddings, if it is."""
-        given = arguments.get("inputs_embeds")
-        if given is not None and self.embeddings is not None:
+        """Record the embeddings passed to the model in place of tokens, if any."""
+        embeddings = arguments.get("inputs_embeds")
+        if embeddings is not None and self.embeddings is not None:
             module, sites = self.embeddings
             for site in sites:
-                program_pass.sources[site] = (module, given)
+                program_pass.sources[site] = (module, embeddings)
 
 
 def lower(
     bridge: RunnableBridge,
     capture: Sequence[HookPoint],
-    interventions: Sequence[tuple[HookPoint, AnyFunction]],
+    interventions: Edits,
     declared: Collection[str],
 ) -> Lowered:
-    """Puts the code of hook points to their sites in a model of shells.
+    """Lower hook points to code at their sites in a model of shells.
 
     Args:
-        bridge: the bridge; the hooks that it would run with now are part of the program, before the interventions.
-        capture: what the program returns.
-        interventions: the hook points and their functions, in turn.
+        bridge: the bridge; its currently active hooks become part of the program, before the
+            interventions.
+        capture: the hook points that the program returns.
+        interventions: the hook points and their functions, in order.
         declared: the names of the declared inputs.
 
     Raises:
-        ValueError: a hook point that no program can have; or a hook of gradients, or a module, is there.
-        TypeError: a function that asks for what is not declared.
+        ValueError: a hook point that a program does not support; or a backward hook or a module is
+            installed there.
+        TypeError: a function takes an input that is not declared.
     """
     original, prefix = as_written(bridge.original_model)
     model = shell_of(original)
     here = threading.local()
-    added = [(hook, listener.fn) for hook in bridge.wiring.points.values() for listener in _functions_at(hook)]
+    changes = _listeners_by_point(bridge, interventions, declared)
+    _refuse_edited_norms(changes)
+    hooks = sorted({*changes, *capture}, key=lambda hook: hook.order)
+    steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in hooks])
+    sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
+    one_by_one = _install(steps, sources, model, prefix, here)
+    embeddings = _embeddings(token_embedding(bridge.core), original, prefix, sources)
+    return Lowered(model, here, embeddings, steps, one_by_one)
+
+
+def _listeners_by_point(
+    bridge: RunnableBridge, interventions: Edits, declared: Collection[str]
+) -> dict[HookPoint, list[Listener]]:
+    """Return the functions at each hook point: the currently active hooks, and the interventions. A
+    linked point is edited before the point that feeds it.
+    """
+    hooks = bridge.wiring.points
+    added = [(hook, listener.fn) for hook in hooks.values() for listener in _functions_at(hook)]
     changes: dict[HookPoint, list[Listener]] = {}
     for hook, listener in listeners_of([*added, *interventions], declared):
         changes.setdefault(hook, []).append(listener)
     for hook in list(changes):
         for follower in hook.point.linked:
-            other = bridge.wiring.points[follower.name]
-            changes.setdefault(other, []).insert(0, Listener("leader", LeaderEdit(hook.name, follower)))
-    _refuse_edited_norms(changes)
-    chosen = sorted({*changes, *capture}, key=lambda hook: hook.order)
-    steps = tuple([LoweredPoint(hook, changes.get(hook, ()), hook in capture) for hook in chosen])
+            leader = Listener("leader", LeaderEdit(hook.name, follower))
+            changes.setdefault(hooks[follower.name], []).insert(0, leader)
+    return changes
+
+
+def _install(
+    steps: Sequence[LoweredPoint],
+    sources: Collection[Site],
+    model: nn.Module,
+    prefix: str,
+    here: threading.local,
+) -> bool:
+    """Install hook points at their sites; return whether experts run one after the other.
+
+    Args:
+        steps: the hook points.
+        sources: the sites whose tensors views of other sites need.
+        model: the shells.
+        prefix: the path to the model, in the paths of sites.
+        here: returns the pass that is running.
+    """
     by_site: dict[Site, list[LoweredPoint]] = {}
     for step in steps:
         by_site.setdefault(step.hook.point.site, []).append(step)
-    sources = dict.fromkeys(site for step in steps for site in step.hook.point.sources)
     taps: dict[tuple[str, MakesTap], dict[str, list[LoweredPoint]]] = {}
     for site in dict.fromkeys([*by_site, *sources]):
-        module = _module_at(model, site, prefix, by_site.get(site, ()))
-        if site.kind not in (*_TAPS, "input", "output"):
-            raise ValueError(
-                f"{by_site[site][0].hook.name} is inside a mixer, or experts that are computed in batches, which a "
-                "program cannot reach: use run_with_hooks"
-            )
+        points = by_site.get(site, [])
+        module = _module_at(model, site, prefix, points)
         if site.kind in _TAPS:
-            _check_tap(module, by_site[site])
-            taps.setdefault((site.path, _TAPS[site.kind]), {})[str(site.key)] = by_site[site]
+            _check_tap(module, points)
+            taps.setdefault((site.path, _TAPS[site.kind]), {})[str(site.key)] = points
+        elif site.kind in ("input", "output"):
+            LoweredSite(site, module, points, site in sources, here)
         else:
-            LoweredSite(site, module, by_site.get(site, ()), site in sources, here)
-    for (path, tap), inside in taps.items():
-        tap(model.get_submodule(path.removeprefix(prefix)), inside, here).install()
-    core = bridge.core
-    embedding = token_embedding(core)
-    found = None
-    if embedding is not None:
-        paths = {path for path, module in original.named_modules(remove_duplicate=False) if module is embedding}
-        sites = tuple(site for site in sources if site.kind == "output" and site.path.removeprefix(prefix) in paths)
-        found = embedding, sites
-    return Lowered(model, here, found, steps, any(tap is LoweredExperts for _, tap in taps))
+            raise ValueError(
+                f"{points[0].hook.name} is inside a mixer, or experts that are computed in batches,"
+                " which a program cannot reach: use run_with_hooks"
+            )
+    for (path, make), points_by_channel in taps.items():
+        make(model.get_submodule(path.removeprefix(prefix)), points_by_channel, here).install()
+    return any(make is _LoweredExperts for _, make in taps)
+
+
+def _embeddings(
+    embedding: nn.Module | None, original: nn.Module, prefix: str, sources: Iterable[Site]
+) -> Embeddings | None:
+    """Return the token embeddings, and the sites on their output that other views need."""
+    if embedding is None:
+        return None
+    modules = original.named_modules(remove_duplicate=False)
+    paths = {f"{prefix}{path}" for path, module in modules if module is embedding}
+    sites = [site for site in sources if site.kind == "output" and site.path in paths]
+    return embedding, tuple(sites)
 
 
 def _refuse_edited_norms(changed: Collection[HookPoint]) -> None:
-    """Refuses edits of a norm and of inputs that heads have of their own, which are normed again.
+    """Reject edits of both a norm and the per-head inputs, which are normalised again.
 
     Raises:
-        ValueError: there are both in one block.
+        ValueError: a block has both.
     """
-    norms = {(hook.point.stack, hook.point.depth): hook for hook in changed if hook.point.separate_consumers}
+    block_of = lambda hook: (hook.point.stack, hook.point.depth)
+    norms = {block_of(hook): hook for hook in changed if hook.point.separate_consumers}
     for hook in changed:
-        norm = norms.get((hook.point.stack, hook.point.depth))
+        norm = norms.get(block_of(hook))
         if norm is not None and hook.point.flag == "use_split_qkv_input":
             raise ValueError(
-                f"{norm.name} and {hook.name} cannot be changed in one program: what heads are given of their own is "
-                "normed again, without that change. Make two programs, or change one of them"
+                f"{norm.name} and {hook.name} cannot be changed in one program: what heads are"
+                " given of their own is normed again, without that change. Make two programs, or"
+                " change one of them"
             )
 
 
 def _functions_at(hook: HookPoint) -> Iterable[Listener]:
-    """The functions that a run would call now at a hook point.
+    """Return the currently active hook functions at a hook point.
 
     Raises:
-        ValueError: one is given gradients, or is a module that was put there.
+        ValueError: a backward hook, or a module in place of the hook point.
     """
     if not hook.listeners:
         return ()
     active = hook.visible_listeners()
     if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
         raise ValueError(
-            f"{hook.name} has a hook that is given gradients, which a program has no place for: remove it "
-            "(reset_hooks), or use tensor.register_hook on what the program returns"
+            f"{hook.name} has a hook that is given gradients, which a program has no place for:"
+            " remove it (reset_hooks), or use tensor.register_hook on what the program returns"
         )
     if any(listener.kind == "follow" for listener in active):
         raise ValueError(
-            f"{hook.name} has a module in its place, which a program has no place for: take it away, and give a "
-            "function that calls it as an intervention"
+            f"{hook.name} has a module in its place, which a program has no place for: take it"
+            " away, and give a function that calls it as an intervention"
         )
     return [listener for listener in active if listener.kind == "fwd"]
 
 
-def _module_at(model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]) -> nn.Module:
+def _module_at(
+    model: nn.Module, site: Site, prefix: str, steps: Sequence[LoweredPoint]
+) -> nn.Module:
     path = site.path.removeprefix(prefix)
+    names = ", ".join(step.hook.name for step in steps)
     if call_number(path) is not None:
-        names = ", ".join(step.hook.name for step in steps) or site.path
-        raise ValueError(f"{names}: {module_path(path)} runs several times, and a program has no place in one of them")
+        raise ValueError(
+            f"{names or site.path}: {module_path(path)} runs several times, and a program has no"
+            " place in one of them"
+        )
     if path and not has_module(model, path):
-        names = ", ".join(step.hook.name for step in steps)
-        raise ValueError(f"{names}: {site.path!r} is no module of the model, so a program cannot reach it")
+        raise ValueError(
+            f"{names}: the model has no module {site.path!r}, so a program cannot reach it"
+        )
     return model.get_submodule(path)
 
 
 def _check_tap(module: nn.Module, steps: Sequence[LoweredPoint]) -> None:
-    """Refuses attention that is no torch function.
+    """Check that attention is a torch function.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     implementation = implementation_of(module)
     if implementation is None or not is_opaque(implementation):
         return
     if is_looked_up(type(module).forward, implementation):
         raise ValueError(
-            f"{steps[0].hook.name} is inside a kernel that is no torch function "
-            f"(attn_implementation={implementation!r}), and cannot be lowered into a program; load the model with "
-            'attn_implementation="sdpa" or "eager", or use run_with_hooks'
+            f"{steps[0].hook.name} is inside a kernel that is no torch function"
+            f" (attn_implementation={implementation!r}), and cannot be lowered into a program; load"
+            ' the model with attn_implementation="sdpa" or "eager", or use run_with_hooks'
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Module objects of our own around a model's own parameters: what is put before or behind them, the model does not see.
+# --------------------------------------------------------------------------------------------------
+# Shells: our own module objects around the model's parameters. Hooks on a shell are invisible to
+# the model.
 #
-# A shell is of the class of the module that it stands for, and shares its parameters, buffers and configuration: the
-# very dictionaries, so that a parameter that is replaced in the model is replaced here too.
-# ----------------------------------------------------------------------------------------------------------------------
+# A shell has the class of its module and shares its parameters, buffers and configuration. The
+# dictionaries are the same objects, so a parameter replaced in the model is replaced in the shell
+# too.
+# --------------------------------------------------------------------------------------------------
 
 
 def shell_of(model: nn.Module) -> nn.Module:
-    """A model of shells, with the user's torch hooks and without those of any bridge.
+    """Return a model of shells with the user's torch hooks and without those of any bridge.
 
     Args:
-        model: the Hugging Face model, as it was written (see `as_written`).
+        model: the original Hugging Face model (see `as_written`).
 
     Raises:
-        ValueError: a module has a forward of its own, which belongs to the module and not to a shell of it.
+        ValueError: a module instance has its own forward, which is bound to the module and not to
+            its shell.
     """
     shells: dict[int, nn.Module] = {}
     for path, module in model.named_modules():
@@ -235,16 +313,15 @@ def shell_of(model: nn.Module) -> nn.Module:
     for shell in shells.values():
         fields = shell.__dict__
         for name, value in fields.items():
-            if name == "_modules":
-                fields[name] = {
-                    key: None if child is None else shells[id(child)] for key, child in shell._modules.items()
-                }
-            elif name in HOOKS:
+            if name in HOOKS:
                 fields[name] = value.copy()
+            elif name == "_modules":
+                fields[name] = {key: _with_shells(child, shells) for key, child in value.items()}
             else:
                 fields[name] = _with_shells(value, shells)
         fields["_compiled_call_impl"] = None
-        if "gradient_checkpointing" in fields:  # a block that backward computes again is no part of the program
+        # Checkpointed blocks are recomputed in backward, which a program does not support.
+        if "gradient_checkpointing" in fields:
             fields["gradient_checkpointing"] = False
     shell = shells[id(model)]
     strip(shell)
@@ -252,23 +329,25 @@ def shell_of(model: nn.Module) -> nn.Module:
 
 
 def as_written(model: nn.Module) -> tuple[nn.Module, str]:
-    """A model without what `torch.compile` has put around it, and the path to it."""
+    """Return a model without its `torch.compile` wrapper, and the path to it."""
     path = ""
     while "_orig_mod" in model._modules:
-        model, path = model.get_submodule("_orig_mod"), f"{path}_orig_mod."
+        model = model.get_submodule("_orig_mod")
+        path = f"{path}_orig_mod."
     return model, path
 
 
 def _take_over_forward(shell: nn.Module, module: nn.Module, path: str) -> None:
-    """Takes a tap of ours from before a forward. One of the module's own (a kernel's) becomes the shell's.
+    """Remove our tap from a shell's forward. A module's own forward (such as a kernel) becomes the
+    shell's.
 
     Raises:
-        ValueError: someone else's stands there.
+        ValueError: the forward was replaced by other code.
     """
     forward: Any = shell.__dict__.pop("forward", None)
     while isinstance(forward, Tap | ForcedEager):
         forward = forward.original
-    while hasattr(forward, "_torchdynamo_orig_callable"):  # what torch.compile(model.forward) left there
+    while hasattr(forward, "_torchdynamo_orig_callable"):  # left by torch.compile(model.forward)
         forward = forward._torchdynamo_orig_callable
     if isinstance(forward, types.MethodType) and forward.__self__ is module:
         if forward.__func__ is not type(module).forward:
@@ -276,38 +355,45 @@ def _take_over_forward(shell: nn.Module, module: nn.Module, path: str) -> None:
         return
     if forward is not None and getattr(forward, "__func__", None) is not type(shell).forward:
         raise ValueError(
-            f"{path or 'the model'} ({type(shell).__name__}) has a forward of its own, {forward!r}: accelerate puts "
-            "one there where it moves weights between devices (device_map, cpu_offload). A program calls the class's "
-            "forward: load the model on one device, and remove what replaces forwards"
+            f"{path or 'the model'} ({type(shell).__name__}) has a forward of its own, {forward!r}:"
+            " accelerate puts one there where it moves weights between devices (device_map,"
+            " cpu_offload). A program calls the class's forward: load the model on one device, and"
+            " remove what replaces forwards"
         )
 
 
 def _with_shells(value: Any, shells: dict[int, nn.Module]) -> Any:
-    """What a module keeps in an attribute, with shells in the place of the model's modules."""
+    """Return a module's attribute with the model's modules replaced by their shells."""
     if isinstance(value, nn.Module):
         return shells.get(id(value), value)
     if isinstance(value, types.MethodType) and id(value.__self__) in shells:
         return types.MethodType(value.__func__, shells[id(value.__self__)])
-    if type(value) in (list, tuple) and any(id(item) in shells for item in value):
-        return type(value)([_with_shells(item, shells) for item in value])
-    if type(value) is dict and any(id(item) in shells for item in value.values()):
-        return {key: _with_shells(item, shells) for key, item in value.items()}
-    return value
+    if type(value) not in (list, tuple, dict):
+        return value
+    items = list(value.values()) if type(value) is dict else value
+    if not any(id(item) in shells for item in items):
+        return value
+    replaced = [_with_shells(item, shells) for item in items]
+    if type(value) is dict:
+        return dict(zip(value, replaced, strict=True))
+    return type(value)(replaced)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Places inside a forward in a program: the watches of `bridge.taps` see what a shell's own forward computes.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Hook points inside a forward: the watches of `bridge.taps` observe the computation of a shell's
+# own forward.
+# --------------------------------------------------------------------------------------------------
 
 
 class LoweredTap:
-    """Stands for the forward of a shell.
+    """A replacement for the forward of a shell.
 
     Args:
         module: the shell.
         steps: the hook points inside its forward, by channel.
-        here: finds the pass that is under way.
-        watch: makes what sees the functions that the module calls, whose channels these are.
+        here: returns the pass that is running.
+        watch: makes the watch on the functions that the module calls; its channels are the keys of
+            `steps`.
     """
 
     def __init__(
@@ -317,24 +403,27 @@ class LoweredTap:
         here: threading.local,
         watch: Callable[[ObservedAttentionCall], AttentionWatch | CallWatch] | None = None,
     ) -> None:
-        self.module, self.here, self._watch = module, here, watch
+        self.module = module
+        self.here = here
+        self._watch = watch
         self.steps = {channel: tuple(points) for channel, points in steps.items()}
         self.original = module.forward
 
     def install(self) -> None:
-        """Puts it in the place of the shell's forward."""
+        """Install this object as the shell's forward."""
         self.module.__dict__["forward"] = self.__call__
 
     def show(self, channel: str, x: Tensor, call: Call, program_pass: ProgramPass) -> Tensor:
-        """What the points of a channel make of a tensor."""
+        """Run the hook points of a channel on a tensor, and return the result."""
         for step in self.steps.get(channel, ()):
             x = step.apply(x, call, program_pass)
         return x
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
+        """Run the module's forward."""
         assert self._watch is not None
-        watch = self.here.watch = self._watch(_CallInProgram(self, Call(self.module, args, kwargs)))
+        call = _CallInProgram(self, Call(self.module, args, kwargs))
+        watch = self.here.watch = self._watch(call)
         try:
             return watch.output_of(lambda: self.original(*args, **kwargs))
         finally:
@@ -342,10 +431,13 @@ class LoweredTap:
 
 
 class _CallInProgram(ObservedAttentionCall):
-    """One call of a tapped shell: the program listens to all of its points."""
+    """One call of a tapped shell; the program listens at all of its points."""
 
     def __init__(self, tap: LoweredTap, call: Call) -> None:
-        self.tap, self.module, self.call, self.program_pass = tap, tap.module, call, current(tap.here)
+        self.tap = tap
+        self.module = tap.module
+        self.call = call
+        self.program_pass = current(tap.here)
 
     @property
     def in_user_function(self) -> bool:
@@ -361,109 +453,135 @@ class _CallInProgram(ObservedAttentionCall):
         return self.tap.show(channel, x, self.call, self.program_pass)
 
     def is_read_only(self, attention: AttentionCall) -> bool:
-        if any(step.changes for channel in ("scores", "pattern") for step in self.tap.steps.get(channel, ())):
+        steps = self.tap.steps
+        if any(step.changes for name in ("scores", "pattern") for step in steps.get(name, ())):
             return False
         show_scores_and_pattern(self, attention)
         return True
 
 
-def _attention(module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local) -> LoweredTap:
-    kernel_alone = implementation_of(module) == "sdpa" and is_looked_up(type(module).forward, "sdpa")
+def _attention(
+    module: nn.Module, steps: Mapping[str, Sequence[LoweredPoint]], here: threading.local
+) -> LoweredTap:
+    is_sdpa = implementation_of(module) == "sdpa"
+    kernel_alone = is_sdpa and is_looked_up(type(module).forward, "sdpa")
     return LoweredTap(module, steps, here, partial(AttentionWatch, kernel_alone=kernel_alone))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The experts of a mixture in a program: all, one after the other, so that no code depends on which were chosen.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Experts of a mixture in a program: all run, one after the other, so that the code does not depend
+# on the routing.
+# --------------------------------------------------------------------------------------------------
 
 
-class LoweredExperts(LoweredTap):
-    """Experts whose weights are in one parameter for all. Its channels are those of `bridge.taps.experts`.
+class _LoweredExperts(LoweredTap):
+    """Experts with one parameter for all of them. The channels are those of `bridge.taps.experts`.
 
-    transformers' own loop over the experts leaves out those that no token was sent to, which is a question to the
-    values; here these have no rows.
+    transformers' own loop skips experts without tokens, which is a data-dependent branch; here
+    these experts get zero rows.
     """
 
     def install(self) -> None:
-        """Takes the place of the module's forward.
+        """Install this object as the module's forward.
 
         Raises:
-            ValueError: the experts are kept in another way than in one parameter for each projection and expert.
+            ValueError: the experts' matrices are stacked, which a program does not support.
         """
         if stacked(self.module):
             name = next(iter(self.steps.values()))[0].hook.name
-            raise ValueError(f"{name} is inside experts whose matrices are stacked, which a program cannot reach")
+            raise ValueError(
+                f"{name} is inside experts whose matrices are stacked, which a program cannot reach"
+            )
         super().install()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The module's forward."""
+        """Run the module's forward."""
         module: Any = self.module
         program_pass = current(self.here)
         call = Call(module, args, kwargs)
-        given: Any = (*args, *kwargs.values())
-        hidden_states, top_k_index, top_k_weights = given
+        arguments: Any = (*args, *kwargs.values())
+        hidden_states, top_k_index, top_k_weights = arguments
         total = torch.zeros_like(hidden_states)
-        chosen = torch.nn.functional.one_hot(top_k_index, num_classes=module.num_experts + 1).permute(2, 1, 0)
-        for e in range(module.num_experts):
-            rank, token = torch.where(chosen[e])
-            both = _linear(
-                module, first_projection(module), self.show(f"{e}.in", hidden_states[token], call, program_pass), e
-            )
-            if not has_gate(module):
-                both = self.show(f"{e}.pre", both, call, program_pass)
-            elif f"{e}.gate" in self.steps or f"{e}.pre" in self.steps:
-                gate, up = gate_and_up(module, both)
-                gate, up = (
-                    self.show(f"{e}.gate", gate, call, program_pass),
-                    self.show(f"{e}.pre", up, call, program_pass),
-                )
-                both = joined(module, gate, up)
-            made = module._apply_gate(both) if has_gate(module) else module.act_fn(both)
-            post = self.show(f"{e}.post", made, call, program_pass)
-            out = self.show(f"{e}.out", _linear(module, "down_proj", post, e), call, program_pass)
-            total.index_add_(0, token, (out * top_k_weights[token, rank, None]).to(total.dtype))
+        one_hot = torch.nn.functional.one_hot(top_k_index, num_classes=module.num_experts + 1)
+        chosen = one_hot.permute(2, 1, 0)
+        for expert in range(module.num_experts):
+            rank, token = torch.where(chosen[expert])
+            out = self._output_of(expert, hidden_states[token], call, program_pass)
+            weighted = out * top_k_weights[token, rank, None]
+            total.index_add_(0, token, weighted.to(total.dtype))
         return total
+
+    def _output_of(self, expert: int, x: Tensor, call: Call, program_pass: ProgramPass) -> Tensor:
+        """Return the output of one expert on its tokens."""
+        module: Any = self.module
+        show = lambda name, x: self.show(f"{expert}.{name}", x, call, program_pass)
+        both = _linear(module, first_projection(module), show("in", x), expert)
+        if not has_gate(module):
+            post = module.act_fn(show("pre", both))
+        else:
+            if f"{expert}.gate" in self.steps or f"{expert}.pre" in self.steps:
+                gate, up = gate_and_up(module, both)
+                gate = show("gate", gate)
+                both = joined(module, gate, show("pre", up))
+            post = module._apply_gate(both)
+        return show("out", _linear(module, "down_proj", show("post", post), expert))
 
 
 def _linear(module: Any, name: str, x: Tensor, expert: int) -> Tensor:
-    """One projection of one expert, as its module keeps it."""
+    """Apply one projection of one expert, in the layout of its module."""
     weight: Tensor = getattr(module, name)[expert]
-    if module.is_transposed:
-        made = x @ weight
-        return made + getattr(module, f"{name}_bias")[expert] if module.has_bias else made
-    return torch.nn.functional.linear(x, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    if not module.is_transposed:
+        return torch.nn.functional.linear(x, weight, bias)
+    out = x @ weight
+    return out if bias is None else out + bias
 
 
 _TAPS: Mapping[str, MakesTap] = {
     "attention": _attention,
     "softmax": _attention,
-    "experts": LoweredExperts,
+    "experts": _LoweredExperts,
     "router": partial(LoweredTap, watch=RouterWatch),
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bodies of `trace_edit` in a program.
 #
-# Outside of compiled code the body runs once in each pass, in step with the model, as in a run. Code that is compiled
-# or exported cannot pause: there the body runs anew at each of its points, with the activations that it was given
-# before, and is left where it asks for the next one.
-# ----------------------------------------------------------------------------------------------------------------------
+# In eager mode the body runs once per pass, in step with the model, as in a run. Compiled or
+# exported code cannot pause: there the body restarts at each of its hook points with the
+# activations it received before, and stops when it requests the next one.
+# --------------------------------------------------------------------------------------------------
 
 
-#: What makes other numbers at each call.
+#: Functions that return other numbers on each call.
 _RANDOM = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.bernoulli, torch.multinomial, torch.normal, torch.nn.functional.dropout, torch.dropout,
-    Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_, Tensor.random_,
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.randperm,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.bernoulli,
+    torch.multinomial,
+    torch.normal,
+    torch.nn.functional.dropout,
+    torch.dropout,
+    Tensor.bernoulli,
+    Tensor.bernoulli_,
+    Tensor.multinomial,
+    Tensor.normal_,
+    Tensor.uniform_,
+    Tensor.random_,
     Tensor.exponential_,
-}  # fmt: skip
+}
 
 
 def listeners_of(
-    interventions: Sequence[tuple[HookPoint, AnyFunction]], declared: Collection[str]
+    interventions: Edits, declared: Collection[str]
 ) -> Iterator[tuple[HookPoint, Listener]]:
-    """Interventions as listeners of a program, with bodies of edits as bodies.
+    """Yield interventions as listeners of a program, with edit bodies as `LoweredBody`.
 
     Args:
         interventions: hook points and functions.
@@ -474,10 +592,12 @@ def listeners_of(
     """
     bodies: dict[Edit, LoweredBody] = {}
     for hook, fn in interventions:
+        lowered: LoweredBody | Function
         if isinstance(fn, Edit):
-            yield hook, Listener("fwd", bodies.setdefault(fn, LoweredBody(fn)))
+            lowered = bodies.setdefault(fn, LoweredBody(fn))
         else:
-            yield hook, Listener("fwd", Function(fn, hook, declared))
+            lowered = Function(fn, hook, declared)
+        yield hook, Listener("fwd", lowered)
 
 
 class LoweredBody:
@@ -490,22 +610,23 @@ class LoweredBody:
     def __init__(self, edit: Edit) -> None:
         self.edit = edit
 
-    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """What becomes of an activation; None where the body leaves it, or changes it in place."""
-        return (self._in_new_step if is_compiling() else self._in_step)(given, hook, program_pass)
-
-    def _in_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """With the body paused in between."""
+    def __call__(self, act: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+        """Run the body at a hook point and return the edited activation; None if it is unchanged or
+        edited in place.
+        """
+        if is_compiling():
+            return self._rerun(act, hook, program_pass)
+        # Resume the paused body.
         body = program_pass.bodies.get(self)
         if not isinstance(body, BodyInStep):
             body = program_pass.bodies[self] = BodyInStep(self.edit, None)
-        return body.visit(hook, given)
+        return body.visit(hook, act)
 
-    def _in_new_step(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
-        """With the body run up to it once more."""
-        seen = program_pass.given.setdefault(self, {})
-        seen[hook.name] = given
-        again = ReplayedActivations(self.edit, seen, hook)
+    def _rerun(self, act: Tensor, hook: HookPoint, program_pass: ProgramPass) -> Tensor | None:
+        """Rerun the body up to this hook point."""
+        received = program_pass.received.setdefault(self, {})
+        received[hook.name] = act
+        again = _ReplayedActivations(self.edit, received, hook)
         with Watch.calling(self._refuse_random), contextlib.suppress(_PointNotReached):
             self.edit.body(again)
         return again.result
@@ -513,55 +634,60 @@ class LoweredBody:
     def _refuse_random(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> Any:
         if func in _RANDOM and len(self.edit.points) > 1:
             raise ValueError(
-                f"{self.edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks for several "
-                "points: in a compiled or exported program its body runs once for each of them, with other numbers "
-                "each time. Give the numbers to the program as an input"
+                f"{self.edit!r} draws random numbers ({getattr(func, '__name__', func)}), and asks"
+                " for several points: in a compiled or exported program its body runs once for"
+                " each of them, with other numbers each time. Give the numbers to the program as"
+                " an input"
             )
         return func(*args, **kwargs)
 
 
 class _PointNotReached(Exception):
-    """The body asks for a point that has not come yet."""
+    """Raised when the body requests a hook point that has not been reached."""
 
 
-class ReplayedActivations(BodyActivations):
-    """What a body is given that is run up to a point once more.
+class _ReplayedActivations(BodyActivations):
+    """The activations of a body that is rerun up to a hook point.
 
     Args:
         edit: the edit.
-        values: what it was given so far, the last at `hook`.
-        hook: the point that the model is at.
+        values: the activations so far, the last one at `hook`.
+        hook: the hook point that the model has reached.
 
     Attributes:
-        result: the activation at `hook` as the body leaves it; None where it does not ask for it.
+        result: the activation at `hook` after the body ran; None if the body does not request it.
     """
 
     def __init__(self, edit: Edit, values: dict[str, Tensor], hook: HookPoint) -> None:
-        self._edit, self._hook = edit, hook
-        self._given = {name: act.clone() for name, act in values.items()}
-        self._at = 0
+        self._edit = edit
+        self._hook = hook
+        self._values = {name: act.clone() for name, act in values.items()}
+        self._position = 0
         self.result: Tensor | None = None
 
     def _reach(self, name: str) -> str:
+        """Move on to a hook point, and return its name."""
         hook = self._edit.find(name)
-        if hook.name not in self._given:
+        if hook.name not in self._values:
             raise _PointNotReached
-        at = list(self._given).index(hook.name)
-        if at < self._at:
+        position = list(self._values).index(hook.name)
+        if position < self._position:
             raise OutOfStepError(f"{hook.name} has passed. Ask for points in the model's order")
-        self._at = at
+        self._position = position
         return hook.name
 
-    def _note(self, name: str) -> None:
+    def _note(self, name: str) -> Tensor:
+        """Return the activation at a hook point; at the current one, also store it as the
+        result."""
         if name == self._hook.name:
-            self.result = self._given[name]
+            self.result = self._values[name]
+        return self._values[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._reach(name)
-        self._note(found)
-        return self._given[found]
+        return self._note(self._reach(name))
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        found = self._reach(name)
-        self._given[found] = assigned(value, self._given[found], self._edit.find(name))
-        self._note(found)
+        reached = self._reach(name)
+        hook = self._edit.find(name)
+        self._values[reached] = assigned(value, self._values[reached], hook)
+        self._note(reached)

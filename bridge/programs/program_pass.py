@@ -1,4 +1,4 @@
-"""What one pass of a program remembers, where the code at its sites finds it."""
+"""The state of one pass of a program, available to the code at its sites."""
 
 from __future__ import annotations
 
@@ -28,189 +28,214 @@ from bridge.hooks.names import suggestion
 from bridge.interventions.operations import Operation
 from bridge.wiring.site import SiteHandler
 
-#: A function of which nothing more is known.
+#: A function of unknown type.
 AnyFunction = Callable[..., Any]
 
 
 class ProgramPass(Pass, PassMemory):
-    """A pass of a program, as hook points meet it: what `RunContext` is in a run.
+    """A pass of a program, as its hook points see it; the counterpart of `RunContext`.
 
-    A run finds its pass in a context variable, which torch.compile cannot trace: this one is found in thread-local
-    storage (see `current`).
+    A run stores its pass in a context variable, which torch.compile cannot trace; a program's pass
+    is in thread-local storage (see `current`).
 
     Args:
         inputs: the program's declared inputs.
 
     Attributes:
         kept: the captured activations, by canonical name.
-        sources: what passed the sites that views elsewhere need: the module called there, the tensor.
-        given: the activations that bodies were given, in turn, by name, where these run anew at each point.
-        in_user_function: a user's function is being called: what it computes is not the model's.
+        sources: the tensors at sites that other views need, each with the module called there.
+        received: the activations that rerun bodies received, in order, by name.
+        in_user_function: a user's function is running; its computation is not the model's.
     """
 
-    __slots__ = ("given", "in_user_function", "inputs", "kept", "sources")
+    __slots__ = ("in_user_function", "inputs", "kept", "received", "sources")
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.inputs = inputs
         self.kept: dict[str, Tensor] = {}
         self.sources: dict[Site, tuple[nn.Module, Tensor]] = {}
-        self.given: dict[object, dict[str, Tensor]] = {}
+        self.received: dict[object, dict[str, Tensor]] = {}
         self.in_user_function = False
 
     @property
     def run(self) -> ProgramPass:
-        """What it remembers."""
+        """Return the pass itself."""
         return self
 
     def tensor_at(self, source: SourceSite) -> tuple[nn.Module, Tensor] | None:
-        """What passed a site: the module called there, and the tensor; None where nothing did."""
+        """Return the module called at a site and its tensor; None if the site was not reached."""
         return self.sources.get(source.site)
 
     def show(self, listener: Listener, act: Tensor, point: NamedPoint) -> None:
-        """Captures an activation."""
-        self.kept[point.name] = act.clone()  # so that nothing which is written into it later is seen
+        """Capture an activation."""
+        self.kept[point.name] = act.clone()  # copy, so that later in-place writes do not show
 
-    def call_user_function(self, listener: Listener, given: Tensor, point: NamedPoint) -> Any:
-        """What a function of the program returns for a copy of an activation.
+    def call_user_function(self, listener: Listener, act: Tensor, point: NamedPoint) -> Any:
+        """Call a user's function with a copy of an activation.
 
-        A program that a user's function calls, or the body of a trace, is no part of the run that is waiting there.
+        A program called by that function, or the body of a trace, does not belong to the waiting
+        run.
         """
         self.in_user_function = True
         try:
             if is_compiling() or (here := CURRENT.get()).run is not None:
-                return listener.fn(given, point, self)
-            with setting(CURRENT, RunContext(here.shared, inherited=here.inherited, caller=ForwardPass())):
-                return listener.fn(given, point, self)
+                return listener.fn(act, point, self)
+            outside = RunContext(here.shared, inherited=here.inherited, caller=ForwardPass())
+            with setting(CURRENT, outside):
+                return listener.fn(act, point, self)
         finally:
             self.in_user_function = False
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         for body in self.bodies.values():
             body.end()
-        self.given.clear()
+        self.received.clear()
 
 
 def current(here: threading.local) -> ProgramPass:
-    """The pass that is under way in this thread.
+    """Return the pass that is running in this thread.
 
     Raises:
-        RuntimeError: none is: a part of the program was called by itself.
+        RuntimeError: there is none, because a part of the program was called on its own.
     """
-    found: ProgramPass | None = getattr(here, "program_pass", None)
-    if found is None:
-        raise RuntimeError("a part of a program was called by itself: call the program, or its `generate`")
-    return found
+    program_pass: ProgramPass | None = getattr(here, "program_pass", None)
+    if program_pass is None:
+        raise RuntimeError(
+            "a part of a program was called by itself: call the program, or its `generate`"
+        )
+    return program_pass
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The functions of a program's interventions, and the inputs that they ask for.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The functions of a program's interventions, and the declared inputs that they take.
+# --------------------------------------------------------------------------------------------------
 
 
 class Function:
-    """A user's function at one point.
+    """A user's function at one hook point.
 
     Args:
-        fn: called as ``fn(activation, hook=point)``, and with the declared inputs that its signature names.
+        fn: called as ``fn(activation, hook=point)``, and with the declared inputs that its
+            signature names.
         hook: the hook point.
         declared: the names of the program's declared inputs.
 
     Attributes:
-        takes: the declared inputs that it is given.
+        takes: the declared inputs that it receives.
 
     Raises:
-        TypeError: it asks for something that is not declared, or has no parameter `hook`.
+        TypeError: it takes an input that is not declared, or has no parameter `hook`.
     """
 
     def __init__(self, fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> None:
-        self.fn, self.takes = fn, _taken(fn, hook, declared)
-        self.__name__ = getattr(fn, "__name__", None) or repr(fn)
+        self.fn = fn
+        self.takes = _taken(fn, hook, declared)
+        self.__name__ = _name_of(fn)
 
-    def __call__(self, given: Tensor, hook: HookPoint, program_pass: ProgramPass) -> object:
-        """What the function returns."""
-        return self.fn(given, hook=hook, **{name: program_pass.inputs[name] for name in self.takes})
+    def __call__(self, act: Tensor, hook: HookPoint, program_pass: ProgramPass) -> object:
+        """Call the function and return its result."""
+        inputs = {name: program_pass.inputs[name] for name in self.takes}
+        return self.fn(act, hook=hook, **inputs)
+
+
+def _name_of(fn: AnyFunction) -> str:
+    return getattr(fn, "__name__", None) or repr(fn)
 
 
 def _taken(fn: AnyFunction, hook: HookPoint, declared: Collection[str]) -> tuple[str, ...]:
-    """The declared inputs that a function's signature names.
+    """Return the declared inputs that a function's signature names.
 
     Raises:
         TypeError: see `Function`.
     """
     if isinstance(fn, Operation):
-        if fn.remembers:
-            raise TypeError(
-                f"{type(fn).__name__} at {hook.name} is a probe, or asks one (where=), which programs do not: use a run"
-            )
-        missing = [name for name in fn.inputs if name not in declared]
-        if missing:
-            raise TypeError(
-                f"{type(fn).__name__} at {hook.name} asks for the input {missing[0]!r}: declare it in inputs={{...}} "
-                f"({', '.join(declared) or 'none are declared'}).{suggestion(missing[0], declared)}"
-            )
-        return fn.inputs
+        return _taken_by_operation(fn, hook, declared)
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # a function of C without a signature
+    except ValueError:  # a C function without a signature
         return ()
     parameters = signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        takes = tuple(declared)
-    else:
-        takes = tuple([name for name in declared if name in parameters])
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes = tuple([name for name in declared if takes_all or name in parameters])
     try:
         signature.bind(None, hook=None, **dict.fromkeys(takes))
     except TypeError as error:
-        name = getattr(fn, "__name__", None) or repr(fn)
-        left = [x for x in list(parameters)[1:] if x not in ("hook", *takes) and _is_needed(parameters[x])]
-        what = f"declare {', '.join(left)} in inputs={{...}}" if left else "give it a second parameter named `hook`"
-        near = suggestion(left[0], declared) if left else ""
+        undeclared = [
+            name
+            for name, parameter in list(parameters.items())[1:]
+            if name not in ("hook", *takes) and _is_needed(parameter)
+        ]
+        remedy = "give it a second parameter named `hook`"
+        near = ""
+        if undeclared:
+            remedy = f"declare {', '.join(undeclared)} in inputs={{...}}"
+            near = suggestion(undeclared[0], declared)
         raise TypeError(
-            f"the function {name} at {hook.name} takes {signature}, but a program calls it as fn(activation, "
-            "hook=point) and gives it the declared inputs that it names "
-            f"({', '.join(declared) or 'none are declared'}): "
-            f"{what}.{near}"
+            f"the function {_name_of(fn)} at {hook.name} takes {signature}, but a program calls it"
+            " as fn(activation, hook=point) and gives it the declared inputs that it names"
+            f" ({', '.join(declared) or 'none are declared'}): {remedy}.{near}"
         ) from error
     return takes
+
+
+def _taken_by_operation(
+    operation: Operation, hook: HookPoint, declared: Collection[str]
+) -> tuple[str, ...]:
+    """Return the declared inputs that an operation takes."""
+    if operation.remembers:
+        raise TypeError(
+            f"{type(operation).__name__} at {hook.name} is a probe, or asks one (where=), which"
+            " programs do not: use a run"
+        )
+    missing = [name for name in operation.inputs if name not in declared]
+    if missing:
+        raise TypeError(
+            f"{type(operation).__name__} at {hook.name} asks for the input {missing[0]!r}: declare"
+            f" it in inputs={{...}} ({', '.join(declared) or 'none are declared'})."
+            f"{suggestion(missing[0], declared)}"
+        )
+    return operation.inputs
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A hook point in a program: its listeners, which no run can change.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A hook point in a program: its listeners are fixed.
+# --------------------------------------------------------------------------------------------------
 
 
 _CAPTURES = Listener("read", lambda act, hook: None)
 
 
 class LoweredPoint:
-    """One hook point of a program.
+    """A hook point of a program.
 
     Args:
         hook: the hook point.
-        changes: what may change the activation, in turn.
-        captured: it is an output of the program.
+        changes: the functions that may change the activation, in order.
+        captured: whether it is an output of the program.
 
     Attributes:
-        copies: the tensor at the site is written to afterwards, in place.
+        copies: whether the tensor at the site is later written in place.
     """
 
     def __init__(self, hook: HookPoint, changes: Sequence[Listener], captured: bool) -> None:
-        self.hook, self.changes, self.captured = hook, tuple(changes), captured
+        self.hook = hook
+        self.changes = tuple(changes)
+        self.captured = captured
         self.copies = False
         self._listeners = (*changes, _CAPTURES) if captured else self.changes
 
     def apply(self, x: Tensor, call: Call, program_pass: ProgramPass) -> Tensor:
-        """What the tensor at the site becomes.
+        """Run the hook point on the tensor at the site and return the result.
 
         Args:
             x: the tensor.
-            call: the call of the module that it belongs to.
+            call: the module call that the tensor belongs to.
             program_pass: the pass.
         """
         hook = self.hook
@@ -219,26 +244,34 @@ class LoweredPoint:
         return hook.edited(x, call, program_pass, self._listeners, self.copies, hook.view)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is at a module's input or output in a program: a torch hook on a shell, put there once.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A module's input or output in a program: a torch hook on a shell, installed once.
+# --------------------------------------------------------------------------------------------------
 
 
 class LoweredSite(SiteHandler):
-    """One site.
+    """A site of a program.
 
     Args:
         site: the site.
         module: the shell that it is on.
-        steps: the hook points that stand here, in the order of their declaration.
-        is_source: views elsewhere need what passes here.
-        here: finds the pass that is under way.
+        steps: the hook points at the site, in the order of their declaration.
+        is_source: whether views of other sites need its tensor.
+        here: returns the pass that is running.
     """
 
     def __init__(
-        self, site: Site, module: nn.Module, steps: Sequence[LoweredPoint], is_source: bool, here: threading.local
+        self,
+        site: Site,
+        module: nn.Module,
+        steps: Sequence[LoweredPoint],
+        is_source: bool,
+        here: threading.local,
     ) -> None:
-        self.site, self.steps, self.is_source, self._here = site, tuple(steps), is_source, here
+        self.site = site
+        self.steps = tuple(steps)
+        self.is_source = is_source
+        self._here = here
         writers = [step.changes and step.hook.view.writes_through for step in self.steps]
         for index, step in enumerate(self.steps):
             step.copies = any(writers[index + 1 :])
@@ -248,7 +281,7 @@ class LoweredSite(SiteHandler):
             module.register_forward_hook(self.on_output, with_kwargs=True)
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
-        """Runs the steps in turn, and keeps the tensor for those who need it elsewhere."""
+        """Run the hook points in order, and keep the tensor for views of other sites."""
         program_pass = current(self._here)
         call = Call(module, args, kwargs)
         for step in self.steps:

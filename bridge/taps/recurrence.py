@@ -1,4 +1,4 @@
-"""Inside a mixer: its convolution, what its recurrence is given and returns, and the states it goes through."""
+"""Mixer taps: the convolution, the inputs and outputs of the recurrence, and its states."""
 
 from __future__ import annotations
 
@@ -12,174 +12,202 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from adapters.mixers import FUNCTIONS, ONE_STEP, FunctionTensor, functions_of
+from adapters.observe.observe import Function
 from adapters.views import Args, Kwargs
-from bridge.taps.taps import CallWatch, PatchedFunction, RunCall, calling_instead
+from bridge.hooks.context import setting
+from bridge.taps.taps import INSTEAD, CallWatch, PatchedFunction, RunCall
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The states of a mixer's recurrence, one position after the other, by the model's own function for one step.
+# --------------------------------------------------------------------------------------------------
+# The states of a mixer's recurrence, position by position, from the model's own single-step
+# function.
 #
-# The functions for a whole sequence hold no state for each position (they work in chunks, or in a kernel). Beside each
-# there is one for a single step, with which the model generates. Run from position to position it gives every state;
-# with an update of nothing, it reads the output off a state.
-# ----------------------------------------------------------------------------------------------------------------------
+# The functions for a whole sequence keep no state for each position (they work in chunks, or in a
+# kernel). Each has a single-step counterpart, with which the model generates. Run at each position,
+# it gives every state; with an empty update, it reads the output from a state.
+# --------------------------------------------------------------------------------------------------
 
 
 StepFunction = Callable[..., Any]
 
 
-class Recurrence:
-    """One call of a recurrence, taken apart into steps.
+class _Recurrence:
+    """One call of a recurrence, split into steps.
 
     Args:
-        given: what the function was called with.
-        one: the function that goes from step to step.
-        length: how many steps there are.
+        arguments: the function's arguments.
+        single_step: the function that computes one step.
+        length: the number of steps.
     """
 
-    def __init__(self, given: Kwargs, one: StepFunction, length: int) -> None:
-        self.given, self.one, self.length = given, one, length
+    def __init__(self, arguments: Kwargs, single_step: StepFunction, length: int) -> None:
+        self.arguments, self.single_step, self.length = arguments, single_step, length
 
     def first(self) -> Tensor | None:
-        """The state before the first position."""
+        """Return the state before the first position."""
         raise NotImplementedError
 
     def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
-        """The output at a position, and the state after it; ``idle`` leaves the state as it is, and reads it alone."""
+        """Return the output at a position and the next state; ``idle`` reads the state and keeps
+        it.
+        """
         raise NotImplementedError
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        """What the function returns for these outputs and this last state."""
+        """Return the function's result for these outputs and this last state."""
         raise NotImplementedError
 
 
-class DeltaRule(Recurrence):
-    """A gated delta rule, whole or of one step: both take sequences."""
+class _DeltaRule(_Recurrence):
+    """A gated delta rule over a sequence or a single step: both functions take sequences."""
 
     _OF_POSITIONS = ("query", "key", "value", "g", "beta")
 
-    def __init__(self, given: Kwargs, one: StepFunction) -> None:
-        super().__init__(given, one, given["query"].shape[1])
-        self._rest = {
-            name: value for name, value in given.items() if name not in (*self._OF_POSITIONS, "chunk_size", "kwargs")
-        }
+    def __init__(self, arguments: Kwargs, single_step: StepFunction) -> None:
+        super().__init__(arguments, single_step, arguments["query"].shape[1])
+        self._rest = dict(arguments)
+        for name in (*self._OF_POSITIONS, "chunk_size", "kwargs"):
+            self._rest.pop(name, None)
+        self._rest["output_final_state"] = True
 
     def first(self) -> Tensor | None:
-        state: Tensor | None = self.given.get("initial_state")
+        state: Tensor | None = self.arguments.get("initial_state")
         return state
 
     def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
-        here = {name: self.given[name][:, t : t + 1] for name in self._OF_POSITIONS}
+        arguments = self._rest | {"initial_state": state}
+        for name in self._OF_POSITIONS:
+            arguments[name] = self.arguments[name][:, t : t + 1]
         if idle:
-            here |= {name: torch.zeros_like(here[name]) for name in ("g", "beta")}
-        rest = self._rest | {"initial_state": state, "output_final_state": True}
-        output, last = self.one(**here, **rest)
+            for name in ("g", "beta"):
+                arguments[name] = torch.zeros_like(arguments[name])
+        output, last = self.single_step(**arguments)
         return output, last
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        return torch.cat(outputs, dim=1), state if self.given.get("output_final_state") else None
+        last = state if self.arguments.get("output_final_state") else None
+        return torch.cat(outputs, dim=1), last
 
 
-class SelectiveScan(Recurrence):
-    """Mamba's scan over a sequence, `mamba_selective_scan`, by `mamba_selective_state_update`."""
+class _SelectiveScan(_Recurrence):
+    """Mamba's scan over a sequence, `mamba_selective_scan`, computed step by step with
+    `mamba_selective_state_update`."""
 
-    def __init__(self, given: Kwargs, one: StepFunction) -> None:
-        super().__init__(given, one, given["hidden_states"].shape[-1])
+    def __init__(self, arguments: Kwargs, single_step: StepFunction) -> None:
+        super().__init__(arguments, single_step, arguments["hidden_states"].shape[-1])
 
     def first(self) -> Tensor:
-        x, A = self.given["hidden_states"], self.given["A"]
+        x, A = self.arguments["hidden_states"], self.arguments["A"]
         return torch.zeros(*x.shape[:2], A.shape[-1], dtype=torch.float32, device=x.device)
 
     def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        given, state = self.given, state.clone()
-        x, dt, B, C = (given[name][..., t] for name in ("hidden_states", "dt", "B", "C"))
-        z = None if given.get("z") is None else given["z"][..., t]
-        options = {"dt_bias": given.get("delta_bias"), "dt_softplus": given.get("delta_softplus", False)}
+        state = state.clone()
+        arguments = self.arguments
+        x, dt, B, C = (arguments[name][..., t] for name in ("hidden_states", "dt", "B", "C"))
+        A, D, z = arguments["A"], arguments.get("D"), arguments.get("z")
+        if z is not None:
+            z = z[..., t]
         if idle:
             dt, options = torch.zeros_like(dt), {}
-        return self.one(state, x, dt, given["A"], B, C, given.get("D"), z=z, **options), state
+        else:
+            softplus = arguments.get("delta_softplus", False)
+            options = {"dt_bias": arguments.get("delta_bias"), "dt_softplus": softplus}
+        return self.single_step(state, x, dt, A, B, C, D, z=z, **options), state
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        whole = torch.stack(outputs, dim=-1)
-        return (whole, state) if self.given.get("return_last_state") else whole
+        output = torch.stack(outputs, dim=-1)
+        return (output, state) if self.arguments.get("return_last_state") else output
 
 
-class ChunkScan(Recurrence):
-    """Mamba 2's scan over a sequence, `mamba2_chunk_scan`, by `mamba2_selective_state_update`."""
+class _ChunkScan(_Recurrence):
+    """Mamba 2's scan over a sequence, `mamba2_chunk_scan`, computed step by step with
+    `mamba2_selective_state_update`."""
 
-    def __init__(self, given: Kwargs, one: StepFunction) -> None:
-        least, most = given.get("dt_limit", (0.0, float("inf")))
-        if (least, most) != (0.0, float("inf")):  # which the function of one step does not know: it is given the result
-            dt, bias = given["dt"], given.get("dt_bias")
-            dt = dt if bias is None else dt + bias.to(dt.dtype)
-            dt = torch.nn.functional.softplus(dt) if given.get("dt_softplus") else dt
-            given = given | {"dt": dt.clamp(least, most), "dt_bias": None, "dt_softplus": False}
-        super().__init__(given, one, given["hidden_states"].shape[1])
+    def __init__(self, arguments: Kwargs, single_step: StepFunction) -> None:
+        no_limit = (0.0, float("inf"))
+        least, most = arguments.get("dt_limit", no_limit)
+        if (least, most) != no_limit:
+            # The single-step function has no limit: it is applied to the final time step here.
+            dt, bias = arguments["dt"], arguments.get("dt_bias")
+            if bias is not None:
+                dt = dt + bias.to(dt.dtype)
+            if arguments.get("dt_softplus"):
+                dt = torch.nn.functional.softplus(dt)
+            dt = dt.clamp(least, most)
+            arguments = arguments | {"dt": dt, "dt_bias": None, "dt_softplus": False}
+        super().__init__(arguments, single_step, arguments["hidden_states"].shape[1])
 
     def first(self) -> Tensor:
-        initial: Tensor | None = self.given.get("initial_states")
+        initial: Tensor | None = self.arguments.get("initial_states")
         if initial is not None:
             return initial
-        x, B = self.given["hidden_states"], self.given["B"]
-        return torch.zeros(x.shape[0], *x.shape[2:], B.shape[-1], dtype=torch.float32, device=x.device)
+        x, B = self.arguments["hidden_states"], self.arguments["B"]
+        shape = (x.shape[0], *x.shape[2:], B.shape[-1])
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
 
     def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        given, state = self.given, state.clone()
-        x, dt, B, C = (given[name][:, t] for name in ("hidden_states", "dt", "B", "C"))
+        state = state.clone()
+        arguments = self.arguments
+        x, dt, B, C = (arguments[name][:, t] for name in ("hidden_states", "dt", "B", "C"))
         width = x.shape[-1]
 
         def wide(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[..., None].expand(*x.shape, width)
 
-        A = given["A"][:, None, None].expand(-1, width, state.shape[-1])
-        options = {"dt_bias": wide(given.get("dt_bias")), "dt_softplus": given.get("dt_softplus", False)}
+        A = arguments["A"][:, None, None].expand(-1, width, state.shape[-1])
+        D, z = wide(arguments.get("D")), arguments.get("z")
         if idle:
             dt, options = torch.zeros_like(dt), {}
-        return self.one(state, x, wide(dt), A, B, C, wide(given.get("D")), z=given.get("z"), **options), state
+        else:
+            softplus = arguments.get("dt_softplus", False)
+            options = {"dt_bias": wide(arguments.get("dt_bias")), "dt_softplus": softplus}
+        return self.single_step(state, x, wide(dt), A, B, C, D, z=z, **options), state
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        whole = torch.stack(outputs, dim=1)
-        return (whole, state) if self.given.get("return_final_states") else whole
+        output = torch.stack(outputs, dim=1)
+        return (output, state) if self.arguments.get("return_final_states") else output
 
 
-class OneUpdate(Recurrence):
-    """A single step of Mamba's or Mamba 2's, which writes the new state over the old one."""
+class _OneUpdate(_Recurrence):
+    """A single step of Mamba or Mamba 2, which overwrites the old state with the new one."""
 
-    def __init__(self, given: Kwargs, one: StepFunction) -> None:
-        super().__init__(given, one, 1)
+    def __init__(self, arguments: Kwargs, single_step: StepFunction) -> None:
+        super().__init__(arguments, single_step, 1)
 
     def first(self) -> Tensor:
-        state: Tensor = self.given["state"]
+        state: Tensor = self.arguments["state"]
         return state
 
     def step(self, t: int, state: Tensor | None, idle: bool = False) -> tuple[Tensor, Tensor]:
         assert state is not None
-        given = self.given | {"state": state.clone()}
+        state = state.clone()
+        arguments = self.arguments | {"state": state}
         if idle:
-            given |= {"dt": torch.zeros_like(given["dt"]), "dt_bias": None, "dt_softplus": False}
-        return self.one(**given), given["state"]
+            dt = torch.zeros_like(arguments["dt"])
+            arguments |= {"dt": dt, "dt_bias": None, "dt_softplus": False}
+        return self.single_step(**arguments), state
 
     def returned(self, outputs: list[Tensor], state: Tensor) -> Any:
-        self.given["state"].copy_(state)
+        self.arguments["state"].copy_(state)
         return outputs[0]
 
 
-#: How each function that holds a recurrence is taken apart.
-RECURRENCES: dict[str, Callable[[Kwargs, StepFunction], Recurrence]] = {
-    "mamba_selective_scan": SelectiveScan,
-    "mamba_selective_state_update": OneUpdate,
-    "mamba2_chunk_scan": ChunkScan,
-    "mamba2_selective_state_update": OneUpdate,
-    "torch_chunk_gated_delta_rule": DeltaRule,
-    "torch_recurrent_gated_delta_rule": DeltaRule,
-    "chunk_kimi_delta_attention": DeltaRule,
-    "recurrent_kimi_delta_attention": DeltaRule,
+#: The decomposition of each function that holds a recurrence.
+RECURRENCES: dict[str, Callable[[Kwargs, StepFunction], _Recurrence]] = {
+    "mamba_selective_scan": _SelectiveScan,
+    "mamba_selective_state_update": _OneUpdate,
+    "mamba2_chunk_scan": _ChunkScan,
+    "mamba2_selective_state_update": _OneUpdate,
+    "torch_chunk_gated_delta_rule": _DeltaRule,
+    "torch_recurrent_gated_delta_rule": _DeltaRule,
+    "chunk_kimi_delta_attention": _DeltaRule,
+    "recurrent_kimi_delta_attention": _DeltaRule,
 }
 
 
-def states_of(recurrence: Recurrence) -> Tensor:
-    """Every state, ``[batch, pos, ...]``."""
+def states_of(recurrence: _Recurrence) -> Tensor:
+    """Return every state, ``[batch, pos, ...]``."""
     state, states = recurrence.first(), []
     for t in range(recurrence.length):
         _, state = recurrence.step(t, state)
@@ -187,13 +215,13 @@ def states_of(recurrence: Recurrence) -> Tensor:
     return torch.stack(states, dim=1)
 
 
-def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
-    """What the function returns where some states are others: what follows them is computed from them.
+def replace_states(recurrence: _Recurrence, before: Tensor, new: Tensor) -> Any:
+    """Return the function's result with changed states; later states are computed from them.
 
     Args:
         recurrence: the call.
         before: its states, ``[batch, pos, ...]``.
-        new: what they are to be. Only what differs is put in its place: the rest follows.
+        new: the new states. Only changed ones are replaced; later states are computed from them.
     """
     state, outputs = recurrence.first(), []
     changed = new != before
@@ -209,15 +237,15 @@ def with_states(recurrence: Recurrence, before: Tensor, new: Tensor) -> Any:
 
 
 def _namespace(module: nn.Module) -> MutableMapping[str, Any]:
-    """Where a mixer's forward looks for its functions."""
-    found: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
-    return found
+    """Return the namespace in which a mixer's forward looks up its functions."""
+    namespace: MutableMapping[str, Any] = inspect.unwrap(type(module).forward).__globals__
+    return namespace
 
 
 class MixerWatch(CallWatch):
-    """Shows what one call of a mixer computes: it is called in place of the functions of `adapters.mixers`.
+    """A watch on one call of a mixer, called in place of the functions of `adapters.mixers`.
 
-    Its channels are theirs, and ``state``.
+    Its channels are those of the functions, and ``state``.
     """
 
     def __init__(self, shown: RunCall) -> None:
@@ -227,92 +255,102 @@ class MixerWatch(CallWatch):
 
     @staticmethod
     def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
-        """Those that a mixer calls."""
+        """Return the functions that a mixer calls."""
         return [(_namespace(module), name) for name in functions_of(module)]
 
     def output_of(self, run: Callable[[], Any]) -> Any:
-        """As `CallWatch` says, where everything was seen that somebody listens to."""
-        with calling_instead(self.instead):
+        """Run the mixer, and check that everything that has listeners was seen."""
+        with setting(INSTEAD, self.instead):
             output = run()
         self._check()
         return output
 
-    def instead(self, own: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Any:
-        """What is called in place of a function of the mixer's."""
+    def instead(self, own: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """Run in place of a function of the mixer, and show its arguments and results."""
         if self.in_user_function:
             return own(*args, **kwargs)
-        given = inspect.signature(own).bind(*args, **kwargs)
-        for seen in FUNCTIONS[name]:
-            if seen.parameter is not None:
-                given.arguments[seen.parameter] = self._show(seen, given.arguments[seen.parameter])
-        gate = self._gate_behind(name, given)
-        returned = self._through_states(own, name, given)
-        for seen in FUNCTIONS[name]:
-            if seen.parameter is None:
-                several = isinstance(returned, tuple)
-                new = self._show(seen, returned[0] if several else returned)
-                returned = (new, *returned[1:]) if several else new
+        bound = inspect.signature(own).bind(*args, **kwargs)
+        for tensor in FUNCTIONS[name]:
+            if tensor.parameter is not None:
+                argument = bound.arguments[tensor.parameter]
+                bound.arguments[tensor.parameter] = self._show(tensor, argument)
+        gate = self._take_gate(name, bound)
+        returned = self._through_states(own, name, bound)
+        for tensor in FUNCTIONS[name]:
+            if tensor.parameter is not None:
+                continue
+            if isinstance(returned, tuple):
+                returned = (self._show(tensor, returned[0]), *returned[1:])
+            else:
+                returned = self._show(tensor, returned)
         return returned if gate is None else returned * silu(gate)
 
-    def _gate_behind(self, name: str, given: inspect.BoundArguments) -> Tensor | None:
-        """The gate that a function is not to apply, since what is shown comes before it."""
-        for seen in FUNCTIONS[name]:
-            if seen.gate is not None and self.shown.active_points((seen.channel,)):
-                gate: Tensor | None = given.arguments.pop(seen.gate, None)
+    def _take_gate(self, name: str, bound: inspect.BoundArguments) -> Tensor | None:
+        """Remove and return the gate of a function whose activation is shown before the gate."""
+        for tensor in FUNCTIONS[name]:
+            if tensor.gate is not None and self.shown.active_points((tensor.channel,)):
+                gate: Tensor | None = bound.arguments.pop(tensor.gate, None)
                 return gate
         return None
 
-    def _show(self, seen: FunctionTensor, x: Tensor) -> Tensor:
-        """Shows an argument or a result, and returns what is made of it."""
-        self._seen.add(seen.channel)
-        if not self.shown.active_points((seen.channel,)):
+    def _show(self, tensor: FunctionTensor, x: Tensor) -> Tensor:
+        """Show an argument or a result, and return the listeners' result."""
+        self._seen.add(tensor.channel)
+        if not self.shown.active_points((tensor.channel,)):
             return x
-        same = seen.axes.endswith(" _")
-        axes = seen.axes.removesuffix(" _")
-        whole = rearrange(x[..., 0] if same else x, f"{axes} -> {seen.shown}")
-        past = whole.shape[1] - self._length  # of a convolution that is given the last positions of a past
-        shown = whole[:, past:]
-        new = self.shown.show(seen.channel, shown)
+        repeated = tensor.axes.endswith(" _")  # along the last axis
+        axes = tensor.axes.removesuffix(" _")
+        canonical = rearrange(x[..., 0] if repeated else x, f"{axes} -> {tensor.shown}")
+        # A convolution's input may begin with the last positions of the past.
+        past = canonical.shape[1] - self._length
+        shown = canonical[:, past:]
+        new = self.shown.show(tensor.channel, shown)
         if new is shown:
             return x
-        new = torch.cat([whole[:, :past], new], dim=1) if past else new
-        back = rearrange(new, f"{seen.shown} -> {axes}")
-        return back.unsqueeze(-1).expand_as(x) if same else back
+        if past:
+            new = torch.cat([canonical[:, :past], new], dim=1)
+        result = rearrange(new, f"{tensor.shown} -> {axes}")
+        return result.unsqueeze(-1).expand_as(x) if repeated else result
 
-    def _through_states(self, own: Callable[..., Any], name: str, given: inspect.BoundArguments) -> Any:
-        """What the function returns; with other states, where somebody changes them."""
+    def _through_states(self, own: Function, name: str, bound: inspect.BoundArguments) -> Any:
+        """Return the function's result, recomputed if listeners change states."""
         if name not in RECURRENCES or not self.shown.active_points(("state",)):
-            return own(*given.args, **given.kwargs)
+            return own(*bound.args, **bound.kwargs)
         self._refuse_gradients()
         self._seen.add("state")
-        one = _namespace(self.shown.module)[ONE_STEP.get(name, name)]
-        one = one.own if isinstance(one, PatchedFunction) else one
-        arguments = {**given.arguments, **given.arguments.get("kwargs", {})}
+        single_step = _namespace(self.shown.module)[ONE_STEP.get(name, name)]
+        if isinstance(single_step, PatchedFunction):
+            single_step = single_step.own
+        arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         arguments.pop("kwargs", None)
-        recurrence = RECURRENCES[name](arguments, one)
+        recurrence = RECURRENCES[name](arguments, single_step)
         before = states_of(recurrence)
         new = self.shown.show("state", before)
-        return own(*given.args, **given.kwargs) if new is before else with_states(recurrence, before, new)
+        if new is before:
+            return own(*bound.args, **bound.kwargs)
+        return replace_states(recurrence, before, new)
 
     def _refuse_gradients(self) -> None:
         for point in self.shown.active_points(("state",)):
             if any(listener.kind in ("bwd", "edge") for listener in point.visible_listeners()):
                 raise RuntimeError(
-                    f"{point.name} has no gradient: the model's output does not go through these states but through "
-                    "a function of the whole sequence. hook_recurrence_out, hook_x and hook_log_decay have theirs"
+                    f"{point.name} has no gradient: the model's output does not go through these"
+                    " states but through a function of the whole sequence. hook_recurrence_out,"
+                    " hook_x and hook_log_decay have theirs"
                 )
 
     def _check(self) -> None:
-        """Looks whether everything was seen that somebody listens to.
+        """Check that everything that has listeners was seen.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: something was not.
         """
         missed = [channel for channel in self._points if channel not in self._seen]
         points = self.shown.active_points(missed)
         if points:
             names = ", ".join(point.name for point in points)
             raise RuntimeError(
-                f"{type(self.shown.module).__name__} ran without the functions in which {names} can be seen "
-                "(a fused kernel did it all): use model.eval(), or load the model without kernels"
+                f"{type(self.shown.module).__name__} ran without the functions in which {names} can"
+                " be seen (a fused kernel did it all): use model.eval(), or load the model without"
+                " kernels"
             )

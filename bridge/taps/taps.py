@@ -1,26 +1,29 @@
-"""`Tap`: what stands before one module's own forward while somebody listens inside of it.
+"""`Tap`: a wrapper around one module's forward, installed while listeners are attached inside it.
 
-Most hook points are a module's input or output. Attention scores, one expert's neurons or the states of a recurrence
-are in no module's: they exist while a forward runs. A tap lets that forward run, the model's own, and sees the torch
-functions that it calls. Nothing is computed in its place but what somebody changes.
+Most hook points are a module's input or output. Attention scores, an expert's neurons and the
+states of a recurrence are not: they exist only while a forward runs. A tap runs that forward, the
+model's own, and watches the torch functions that it calls. It recomputes only what a listener
+changes.
 
-What comes in are the arguments of the module's call; what goes out is what the module returns. In between:
+Input: the arguments of the module's call. Output: what the module returns. Between the two:
 
-1. *Is anybody there?* A tap asks who of the present code listens on its channels (`Tap.active_points`). Where nobody
-   does, it calls the forward that it stands before, and is out of the way.
-2. *Watch.* A `CallWatch` (a mode of torch's functions) is on while the forward runs, or, where transformers looks the
-   kernel up by name, while that kernel runs (`PatchedFunction`, `calling_instead`). It recognises what it knows by
-   the function and its arguments: a softmax, a product of queries and keys, a kernel, an expert's matrix.
-3. *Show.* What it recognised is shown on a channel (`Tap.show`): each hook point there sees it, as it would a
-   module's output, and the function goes on with what they make of it.
-4. *Check.* At the end a watch says what somebody listens to and nothing showed, with the reason and the cure.
+1. *Check for listeners.* A tap looks up the visible listeners on its channels
+   (`Tap.active_points`). Without any, it calls the original forward directly.
+2. *Watch.* A `CallWatch` (a torch function mode) is active while the forward runs, or, if
+   transformers looks the kernel up by name, while that kernel runs (`PatchedFunction`,
+   `INSTEAD`). It recognises values by the function and its arguments: a softmax, a product
+   of queries and keys, a kernel, an expert's matrix.
+3. *Show.* A recognised value is shown on a channel (`TappedCall.show`): each hook point there sees
+   it as it would a module's output, and the function continues with the result.
+4. *Check.* At the end, a watch raises an error for listeners that were shown nothing, with the
+   reason and the remedy.
 
-A watch talks to one call of the module, a `TappedCall`: `RunCall` in a run; programs have one of their own, so that
-what is recognised is written once for both. The kinds of taps are in `attention`, `experts` and `recurrence`;
-`Wiring` puts them there and takes them away.
+A watch handles one call of the module, a `TappedCall`: `RunCall` in a run; programs have another
+one, so that the recognition is written once for both. The kinds of taps are in `attention`,
+`experts` and `recurrence`; `Wiring` installs and removes them.
 
-Not known here: families of models, names of hook points, torch hooks. What processes share of a channel's tensor is
-asked of `SharedTensor`.
+This file does not depend on model families, names of hook points, or torch hooks. `SharedTensor`
+handles tensors that processes share.
 """
 
 from __future__ import annotations
@@ -31,35 +34,35 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
-from adapters.observe.observe import Watch
+from adapters.observe.observe import Function, Watch
 from adapters.points import call_number
 from adapters.views import Args, Call, Kwargs
-from bridge.hooks.context import CURRENT, ForwardPass, Scope, setting
+from bridge.hooks.context import CURRENT, ForwardPass, Scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import InForwardsPlace
+from bridge.modules import InForwardsPlace
 from bridge.sharing import SharedTensor
 
 
 class Tap(InForwardsPlace):
-    """Wraps one module's forward, for the hook points inside it.
+    """A wrapper of one module's forward, for the hook points inside it.
 
-    The hook points are kept by channel: what a site's `key` names.
+    The hook points are stored by channel: the `key` of a site.
 
     Args:
         module: the module.
-        watch: the class of what sees the functions that one call of the module calls; None: `watched` knows it.
+        watch: the class of the watch on one call of the module; None: `watched` chooses it.
 
     Attributes:
-        module, watch: likewise.
+        module, watch: the arguments.
         points: the hook points, by channel.
-        opened: the scopes that may begin to listen while the module runs.
+        opened: the scopes whose listeners may be added while the module runs.
         original: the forward that it wraps.
-        shared: how what is shown is shared by processes, by channel; nothing where all is here.
-        own: what stood in the module's dictionary before; None where the class's forward was used.
+        shared: how the shown tensors are sharded over processes, by channel; empty if they are not.
+        own: the previous entry of the module's dictionary; None if the class's forward was used.
     """
 
     def __init__(self, module: nn.Module, watch: type[CallWatch] | None = None) -> None:
@@ -67,129 +70,115 @@ class Tap(InForwardsPlace):
         self.points: dict[str, tuple[HookPoint, ...]] = {}
         self.opened: tuple[Scope, ...] = ()
         self.shared: dict[str, SharedTensor] = {}
-        #: What takes back what the tap has put elsewhere, for as long as it stands.
+        #: Functions that undo the tap's other patches, for as long as it is installed.
         self._undo: list[Callable[[], object]] = []
 
     def connect(self, channel: str, point: HookPoint) -> None:
-        """Adds a hook point; the first one puts the tap before the module's forward."""
+        """Add a hook point; the first one installs the tap."""
         if not (self.points or self.opened):
             self._install()
         self.points[channel] = (*self.points.get(channel, ()), point)
 
     def disconnect(self, channel: str, point: HookPoint) -> None:
-        """Removes a hook point; the last one takes the tap away."""
-        left = tuple([p for p in self.points[channel] if p is not point])
-        if left:
-            self.points[channel] = left
+        """Remove a hook point; the last one removes the tap."""
+        others = tuple([p for p in self.points[channel] if p is not point])
+        if others:
+            self.points[channel] = others
             return
         del self.points[channel]
         if not (self.points or self.opened):
             self._uninstall()
 
     def open(self, scope: Scope) -> None:
-        """Watches the module for a scope that may begin to listen while it runs."""
+        """Watch the module for a scope whose listeners may be added while it runs."""
         if not (self.points or self.opened):
             self._install()
         self.opened = (*self.opened, scope)
 
     def close(self, scope: Scope) -> None:
-        """The reverse of `open`."""
-        left = tuple([other for other in self.opened if other is not scope])
-        gone, self.opened = left != self.opened, left
-        if gone and not (self.points or self.opened):
+        """Undo `open`."""
+        if scope not in self.opened:
+            return
+        self.opened = tuple([other for other in self.opened if other is not scope])
+        if not (self.points or self.opened):
             self._uninstall()
 
     def _install(self) -> None:
-        """Puts the tap before the module's forward, for the first who needs it."""
-        self.own: Callable[..., Any] | None = self.module.__dict__.get("forward")
-        self.original: Callable[..., Any] = self.module.forward
+        """Install the tap on the module's forward, for its first user."""
+        self.own: Function | None = self.module.__dict__.get("forward")
+        self.original: Function = self.module.forward
         if self.watch is not None:
-            patched = [PatchedFunction.install(there, name) for there, name in self.watch.functions(self.module)]
-            self._undo += [each.uninstalled_with(self) for each in patched]
-        # Past `nn.Module.__setattr__`, which looks for parameters in everything.
+            self._undo += [
+                PatchedFunction.install(namespace, name, self)
+                for namespace, name in self.watch.functions(self.module)
+            ]
+        if isinstance(self.module, nn.MultiheadAttention):
+            # torch's encoder layer skips its submodules if none has hooks.
+            self._undo.append(self.module.register_forward_hook(noop_hook).remove)
+        # Bypass `nn.Module.__setattr__`, which searches every value for parameters.
         self.module.__dict__["forward"] = self
 
     def _uninstall(self) -> None:
-        """Takes the tap away, with the last who needs it."""
-        there = self.module.__dict__.get("forward")
-        while there is not self and isinstance(there, Tap) and there.own is not self:
-            there = there.own
-        if there is not self and isinstance(there, Tap):  # a tap of another kind wraps this one
-            there.own, there.original = self.own, self.original
+        """Remove the tap after its last user."""
+        forward = self.module.__dict__.get("forward")
+        while forward is not self and isinstance(forward, Tap) and forward.own is not self:
+            forward = forward.own
+        if forward is not self and isinstance(forward, Tap):  # another tap wraps this one
+            forward.own, forward.original = self.own, self.original
         elif self.own is None:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.own
-        self._undone()
+        self._undo_patches()
 
-    def _undone(self) -> None:
+    def _undo_patches(self) -> None:
         while self._undo:
             self._undo.pop()()
 
     def active_points(self, channels: Sequence[str]) -> list[HookPoint]:
-        """The hook points on these channels to which the present code listens."""
+        """Return the hook points on these channels with listeners that are visible to the current
+        code."""
         context = CURRENT.get()
-        start, visible = None if context.run is None else context.run.start_at, context.visible
-        found = []
+        visible = context.visible
+        start = None if context.run is None else context.run.start_at
+        active = []
         for channel in channels:
             for point in self.points.get(channel, ()):
                 if start is not None and point.point.depth < start:
                     continue
                 for listener in point.listeners:
                     if listener.scope in visible:
-                        if "@" not in point.point.site.path or self._is_under_way(point):
-                            found.append(point)
+                        if "@" not in point.point.site.path or self.is_under_way(point):
+                            active.append(point)
                         break
-        return found
+        return active
 
-    def _is_under_way(self, point: HookPoint) -> bool:
-        """Whether the call of the module that a hook point means is the present one."""
+    def is_under_way(self, point: HookPoint) -> bool:
+        """Tell whether the current call of the module is the one to which a hook point refers."""
         run, number = CURRENT.get().run, call_number(point.point.site.path)
         return run is not None and number is not None and run.is_call(self.module, number)
 
-    def show(self, channel: str, x: Tensor, call: Call, whole: bool = False) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it.
-
-        Args:
-            channel: the channel.
-            x: the tensor.
-            call: the call of the module.
-            whole: it is whole already, where processes share it.
-        """
-        if self.shared and not whole and (shared := self.shared.get(channel)) is not None:
-            points = self.active_points((channel,))
-            if not points:
-                return x
-            return shared.agreed(x, points, lambda everything: self.show(channel, everything, call, True))
-        for point in self.points.get(channel, ()):
-            if "@" in point.point.site.path and not self._is_under_way(point):
-                continue
-            if point.sources:
-                call.sources = point.sources_seen()
-            x = point.apply(x, call)
-        return x
-
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward while the tap is there."""
+        """Run the module's forward while the tap is installed."""
         visible = CURRENT.get().visible if self.opened else ()
         if self.active_points(tuple(self.points)) or any(scope in visible for scope in self.opened):
             return self.watched(*args, **kwargs)
         return self.original(*args, **kwargs)
 
     def watched(self, *args: object, **kwargs: object) -> Any:
-        """The module's forward when somebody listens."""
+        """Run the module's forward while listeners are attached."""
         assert self.watch is not None
         watch = self.watch(RunCall(self, Call(self.module, args, kwargs)))
         return watch.output_of(lambda: self.original(*args, **kwargs))
 
 
-def noop_hook(module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-    """A torch hook that does nothing: a module that has one takes notice of others that come while it runs."""
+def noop_hook(module: nn.Module, args: Args, *rest: object) -> None:
+    """Do nothing, as a torch hook: a module that has one notices hooks added while it runs."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# One call of a tapped module, and what watches the functions that it calls.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# One call of a tapped module, and the watch on the functions that it calls.
+# --------------------------------------------------------------------------------------------------
 
 
 class TappedCall:
@@ -198,7 +187,7 @@ class TappedCall:
     Attributes:
         module: the module.
         call: its call.
-        parts: over how many processes the heads are spread.
+        parts: the number of processes over which the heads are sharded.
     """
 
     module: nn.Module
@@ -207,24 +196,24 @@ class TappedCall:
 
     @property
     def in_user_function(self) -> bool:
-        """Whether a user's function is being called: what it computes is not the model's."""
+        """Tell whether a user's function is running, whose computation is not the model's."""
         raise NotImplementedError
 
     def points(self, channel: str) -> Sequence[HookPoint]:
-        """The hook points of a channel."""
+        """Return the hook points of a channel."""
         raise NotImplementedError
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
-        """The hook points on these channels to which somebody listens."""
+        """Return the hook points on these channels that have listeners."""
         raise NotImplementedError
 
     def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
-        """Shows a tensor to the hook points of a channel, and returns what they make of it.
+        """Show a tensor to the hook points of a channel, and return their result.
 
         Args:
             channel: the channel.
             x: the tensor.
-            private: it was made for them: nobody else holds it.
+            private: whether it was made for these hook points and is not referenced elsewhere.
         """
         raise NotImplementedError
 
@@ -243,26 +232,47 @@ class RunCall(TappedCall):
 
     @property
     def in_user_function(self) -> bool:
-        """Whether a user's function is being called, which runs in no pass or in one of its own."""
+        """Tell whether a user's function is running, outside any pass or in a pass that it
+        started."""
         return CURRENT.get().run is not self._run
 
     def points(self, channel: str) -> Sequence[HookPoint]:
-        """The hook points of a channel."""
+        """Return the hook points of a channel."""
         return self.tap.points.get(channel, ())
 
     def active_points(self, channels: Sequence[str]) -> Sequence[HookPoint]:
-        """The hook points on these channels to which the present code listens."""
+        """Return the hook points on these channels with listeners that are visible to the current
+        code."""
         return self.tap.active_points(channels)
 
-    def show(self, channel: str, x: Tensor, private: bool = False) -> Tensor:
-        """As `TappedCall` says."""
-        alone = private and len(self.points(channel)) == 1 and channel not in self.tap.shared
-        call = replace(self.call, private=True) if alone else self.call
-        return self.tap.show(channel, x, call)
+    def show(
+        self, channel: str, x: Tensor, private: bool = False, gathered: bool = False
+    ) -> Tensor:
+        """Show a tensor on a channel; see `TappedCall`.
+
+        Args:
+            channel, x, private: as there.
+            gathered: it is that of all processes already.
+        """
+        points, call = self.points(channel), self.call
+        if not gathered and (shared := self.tap.shared.get(channel)) is not None:
+            active = self.active_points((channel,))
+            if not active:
+                return x
+            return shared.agreed(x, active, lambda full: self.show(channel, full, gathered=True))
+        if private and len(points) == 1:
+            call = replace(call, private=True)
+        for point in points:
+            if "@" in point.point.site.path and not self.tap.is_under_way(point):
+                continue
+            if point.sources:
+                call.sources = point.sources_seen()
+            x = point.apply(x, call)
+        return x
 
 
 class CallWatch(Watch):
-    """Shows what one call of a tapped module computes.
+    """A watch on one call of a tapped module.
 
     Args:
         shown: the call.
@@ -274,7 +284,9 @@ class CallWatch(Watch):
 
     @staticmethod
     def functions(module: nn.Module) -> Iterable[tuple[MutableMapping[str, Any], str]]:
-        """Functions that a module looks up while it runs and that are to be patched: where, and under which name."""
+        """Return the functions to patch that a module looks up while it runs: namespaces and
+        names.
+        """
         return ()
 
     @property
@@ -282,7 +294,7 @@ class CallWatch(Watch):
         return self.shown.in_user_function
 
     def output_of(self, run: Callable[[], Any]) -> Any:
-        """What the module returns, all of whose functions are seen.
+        """Run the module with all of its functions watched; return its output.
 
         Args:
             run: its forward.
@@ -291,88 +303,66 @@ class CallWatch(Watch):
             return run()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Functions that a model looks up by name while it runs, and how they are patched.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-#: What is called in place of a function: it is given the function, its name, and the call.
-Instead = Callable[[Callable[..., Any], str, Args, Kwargs], Any]
+#: The replacement of a function: it is called with the function, its name, and the call.
+Instead = Callable[[Function, str, Args, Kwargs], Any]
 
 
-#: Held while a function is patched or restored, and while a tap comes or goes: bridges share them.
+#: Lock: held while a function is patched or restored, and while a tap is installed or removed,
+#: since bridges share them.
 LOCK = threading.RLock()
 
 
-#: What is called in place of functions in this context; None: the functions themselves.
-_INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
+#: The replacement of patched functions in this context; None: the functions themselves.
+INSTEAD: ContextVar[Instead | None] = ContextVar("transformer_bridge_instead", default=None)
 
 
 class PatchedFunction:
-    """Patches one function in a namespace: in a context that asks for it, something else is called.
+    """A patch of one function in a namespace, active only in contexts that set `INSTEAD`.
 
     Args:
-        namespace: where the function is looked up.
+        namespace: the namespace in which the function is looked up.
         name: its name.
 
     Attributes:
-        users: how many need it there.
+        own: the original function.
     """
 
     def __init__(self, namespace: MutableMapping[str, Any], name: str) -> None:
-        self.namespace, self.name = namespace, name
-        self.users = 0
-        self._uses: dict[int, weakref.ref[object]] = {}
-        self._own: Callable[..., Any] = namespace[name]
-        functools.update_wrapper(self, self._own)
-
-    @property
-    def own(self) -> Callable[..., Any]:
-        """The function."""
-        return self._own
+        self._namespace, self._name = namespace, name
+        self._users: dict[int, weakref.ref[object]] = {}
+        self.own: Function = namespace[name]
+        functools.update_wrapper(self, self.own)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        instead = _INSTEAD.get()
-        return self.own(*args, **kwargs) if instead is None else instead(self.own, self.name, args, kwargs)
+        instead = INSTEAD.get()
+        if instead is None:
+            return self.own(*args, **kwargs)
+        return instead(self.own, self._name, args, kwargs)
 
     @classmethod
-    def install(cls, namespace: MutableMapping[str, Any], name: str) -> Self:
-        """The patched function, with one user more."""
+    def install(
+        cls, namespace: MutableMapping[str, Any], name: str, user: object
+    ) -> Callable[[], None]:
+        """Patch a function until the returned one is called, or the user is garbage-collected."""
         with LOCK:
-            there = namespace[name]
-            if not isinstance(there, cls):
-                there = cls(namespace, name)
-            there.users += 1
-            namespace[name] = there  # also when a model that was freed meanwhile has just taken it away
-            return there
-
-    def uninstall(self) -> None:
-        """Takes it away when nobody needs it any more, unless something else was put there meanwhile."""
-        with LOCK:
-            self.users -= 1
-            if not self.users and self.namespace[self.name] is self:
-                self.restore()
-
-    def uninstalled_with(self, holder: object) -> Callable[[], object]:
-        """What leaves it: when it is called, or when what needs it is gone, whichever is first."""
-        use = weakref.ref(holder, self._leave)  # `weakref.finalize` would take longer, in each layer of every run
-        self._uses[id(use)] = use
-        return functools.partial(self._leave, use)
+            patch = namespace[name]
+            if not isinstance(patch, cls):
+                patch = cls(namespace, name)
+            namespace[name] = patch  # also if the finalizer of a freed model has just removed it
+            # `weakref.finalize` would be slower, in each layer of every run.
+            use = weakref.ref(user, patch._leave)
+            patch._users[id(use)] = use
+        return functools.partial(patch._leave, use)
 
     def _leave(self, use: weakref.ref[object]) -> None:
+        """Remove the patch after its last user, unless the entry was replaced meanwhile."""
         with LOCK:
-            if self._uses.pop(id(use), None) is not None:
-                self.uninstall()
-
-    def restore(self) -> None:
-        """Puts back what was there."""
-        self.namespace[self.name] = self._own
-
-
-def calling_instead(instead: Instead) -> setting[Instead | None]:
-    """Calls something else in place of the patched functions, inside a ``with`` statement.
-
-    Args:
-        instead: what is called.
-    """
-    return setting(_INSTEAD, instead)
+            if self._users.pop(id(use), None) is None or self._users:
+                return
+            if self._namespace[self._name] is self:
+                self._namespace[self._name] = self.own

@@ -1,4 +1,4 @@
-"""Tasks with known answers: pairs of prompts of one length, for patching and for circuits."""
+"""Tasks with known answers: pairs of prompts of equal length, for patching and for circuits."""
 
 from bridge.tasks.compiled import Compiled, KnownCircuit, compiled, trained
 from bridge.tasks.tasks import NumberPairs, Pairs, embedded_pairs, greater_than, induction, ioi

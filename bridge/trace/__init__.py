@@ -1,4 +1,4 @@
-"""Tracing: a forward pass that pauses where ordinary Python asks for an activation."""
+"""Tracing: a forward pass that pauses where Python code reads an activation."""
 
 from typing import TYPE_CHECKING
 

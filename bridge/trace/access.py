@@ -1,9 +1,9 @@
-"""Asking a run for activations, by hook point, by module, by part of the bridge."""
+"""Access to a traced run's activations: by hook point, by module, by part of the bridge."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,95 +20,99 @@ from adapters.feed_forward import width
 from adapters.points import base_path, join, module_at
 from bridge.hooks.context import ForwardPass, Generation, NamedPoint, OpenTrace, without_hooks
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import first_parameter
 from bridge.hooks.names import Names, UnknownHookError, suggestion
 from bridge.interventions.operations import Index
+from bridge.modules import first_parameter
 from bridge.run.inputs import Input, Request, RunnableBridge, check_arguments
 from bridge.run.recorder import watching
 from bridge.run.run import PreparedPass, checked_layers, points_that_run
 from bridge.trace.coroutine import assigned
 from bridge.trace.edit import BodyActivations
-from bridge.trace.stops import Asked, PointPart, Stop, Stops
+from bridge.trace.stops import PointPart, Stop, Stops, Target
 
-#: The hook point at which the tensor that a part is given, or returns, is seen.
+#: The hook point that shows the input, or the output, of a part.
 _AT_POINT = {"input": "hook_in", "output": "hook_out"}
 ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Access(OpenTrace, BodyActivations):
-    """What the body of a trace asks for.
+    """The interface for the body of a trace to read and write activations.
 
     Args:
         bridge: the bridge.
-        stops: of its run.
+        stops: the stops of its run.
 
     Attributes:
-        bridge, stops: likewise.
+        bridge, stops: the arguments.
     """
 
     def __init__(self, bridge: RunnableBridge, stops: Stops) -> None:
         self.bridge, self.stops = bridge, stops
 
     def pass_of(self, point: NamedPoint) -> tuple[ForwardPass | None, Generation | None] | None:
-        """The pass, and the generation, whose activations it shows; None: the hook point is of another bridge."""
+        """Return the pass and generation that the trace shows; None if the hook point is another
+        bridge's.
+        """
         return self.shows if self.bridge.wiring.points.get(point.name) is point else None
 
     @property
     def shows(self) -> tuple[ForwardPass | None, Generation | None]:
-        """The pass, and the generation, whose activations it shows now."""
+        """Return the pass and generation that are currently shown."""
         raise NotImplementedError
 
-    def reach(self, asked: Asked) -> Stop:
-        """Lets the model go on to what is asked for."""
-        return self.stops.reach(asked)
+    def reach(self, target: Target) -> Stop:
+        """Run the model up to the requested place."""
+        return self.stops.reach(target)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The activation at a hook point: the model goes on until it comes there, and waits.
-
-        The model sees what is changed in it in place before anything later is asked for.
+        """Return the activation at a hook point: run the model until it arrives there, and pause
+        it. The model uses in-place changes made before the next request.
 
         Args:
             name: a name or alias.
 
         Raises:
             UnknownHookError: no hook point has this name.
-            OutOfStepError: the model has passed it, or did not come to it.
+            OutOfStepError: the model has already passed it, or never reaches it.
         """
-        found: Tensor = self.reach(self.bridge.names.find(name)).value
-        return found
+        activation: Tensor = self.reach(self.bridge.names.find(name)).value
+        return activation
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        """Puts a tensor in the place of an activation.
+        """Replace an activation by a tensor.
 
         Args:
             name: a name or alias.
-            value: of the same shape.
+            value: a tensor of the same shape.
 
         Raises:
-            TypeError: it is no tensor.
-            ValueError: it has another shape, or is on another device.
+            TypeError: it is not a tensor.
+            ValueError: its shape or device differs.
         """
         hook = self.bridge.names.find(name)
         stop = self.reach(hook)
         assigned(value, stop.value, hook)
         stop.replace(value)
 
-    def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
-        """Some heads, queries or keys of an activation: of scores and patterns no others are made.
+    def part(
+        self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None
+    ) -> Tensor:
+        """Return some heads, queries or keys of an activation; only these scores or patterns are
+        computed.
 
-        The model sees what is changed in them in place before anything later is asked for, as of a whole activation;
-        `grad` of the name is then that of the part. (All are made where the attention's own queries or keys were asked
-        for before, which are inside of it.)
+        As for a whole activation, the model uses in-place changes made before the next request;
+        `grad` then returns the gradient of the part. (If queries or keys were requested before, all
+        scores are computed, because the attention is already running.)
 
         Args:
             name: a name or alias.
-            heads, queries, keys: as for `bridge.interventions.Touching`; all axes stay.
+            heads, queries, keys: as for `bridge.interventions.Touching`; all axes are kept.
 
         Raises:
             UnknownHookError: no hook point has this name.
-            ValueError: nothing is chosen, or the activation has no such axis.
-            OutOfStepError: the model has passed it, is there for another part of it or for the whole, or did not come
-                to it.
+            ValueError: nothing is selected, or the activation has no such axis.
+            OutOfStepError: the model has already passed it, never reaches it, or is there for
+                another part or for the whole activation.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -120,11 +124,11 @@ class Access(OpenTrace, BodyActivations):
             torch.Size([1, 1, 4, 4])
         """
         chosen = {"heads": heads, "queries": queries, "keys": keys}
-        found: Tensor = self.reach(PointPart(self.bridge.names.find(name), chosen)).value
-        return found
+        part: Tensor = self.reach(PointPart(self.bridge.names.find(name), chosen)).value
+        return part
 
-    def module(self, module: str | nn.Module) -> TracedModule:
-        """A module of the original model, whose `output`, `input` and `inputs` can be asked for.
+    def module(self, module: str | nn.Module) -> _TracedModule:
+        """Return a module of the original model, with its `output`, `input` and `inputs`.
 
         Args:
             module: its path in the original model (``transformer.h.5``), or the module itself.
@@ -132,7 +136,7 @@ class Access(OpenTrace, BodyActivations):
         Raises:
             ValueError: the model has no such module.
         """
-        return TracedModule(self, self._path_of(module))
+        return _TracedModule(self, self._path_of(module))
 
     def _path_of(self, module: str | nn.Module) -> str:
         model = self.bridge.original_model
@@ -140,90 +144,103 @@ class Access(OpenTrace, BodyActivations):
             for path, other in model.named_modules():
                 if other is module:
                     return path
-            raise ValueError(f"this {type(module).__name__} is no module of the model that is traced")
+            raise ValueError(f"this {type(module).__name__} is not in the model that is traced")
         if not isinstance(module, str):
-            raise TypeError(f"module is {module!r}; it must be a path, such as 'transformer.h.5', or a module")
+            raise TypeError(
+                f"module is {module!r}; it must be a path, such as 'transformer.h.5', or a module"
+            )
         try:
             module_at(model, module)
         except AttributeError:
             paths = [path for path, _ in model.named_modules()]
-            raise ValueError(f"the model has no module {module!r}.{suggestion(module, paths)}") from None
+            raise ValueError(
+                f"the model has no module {module!r}.{suggestion(module, paths)}"
+            ) from None
         return module
 
     # The parts of the bridge.
 
     def seen_of_part(self, part: str, what: str) -> Any:
-        """What a part of the bridge is given or returns: at its hook point where it has one, else its module's."""
-        if (hook := self._hook_of(part, what)) is not None:
+        """Return the input or output of a part of the bridge, from its hook point or else from its
+        module.
+        """
+        if (hook := self._find_hook(part, what)) is not None:
             return self[hook]
-        found = getattr(self.module(self._module_of(part)), what)
-        return _first_tensor(found, part) if what == "output" else found
+        value = getattr(self.module(self._module_path(part)), what)
+        return _first_tensor(value, part) if what == "output" else value
 
     def set_for_part(self, part: str, what: str, value: Any) -> None:
-        """Replaces it."""
-        if (hook := self._hook_of(part, what)) is not None:
+        """Replace the input or output of a part of the bridge."""
+        if (hook := self._find_hook(part, what)) is not None:
             self[hook] = value
         else:
-            setattr(self.module(self._module_of(part)), what, value)
+            setattr(self.module(self._module_path(part)), what, value)
 
     def leave_out(self, path: str, value: Any) -> None:
-        """Lets a module return a value in place of being called.
+        """Make a module return a value instead of being called.
 
         Raises:
-            TypeError: not in a generation.
+            TypeError: the trace is a generation.
         """
-        raise TypeError(f"{path} cannot be skipped in a generation: assign to its output at each step")
-
-    def _is_all_of(self, path: str, part: str) -> bool:
-        """Whether nothing of a part is at another module: OPT's MLP is two, and its last one is given neurons."""
-        return all(
-            hook.point.site.path == path
-            for name, hook in self.bridge.names.points.items()
-            if name.startswith(part + ".")
+        raise TypeError(
+            f"{path} cannot be skipped in a generation: assign to its output at each step"
         )
 
-    def _hook_of(self, part: str, what: str) -> str | None:
+    def _is_whole_part(self, path: str, part: str) -> bool:
+        """Tell whether a single module implements the whole part. OPT's MLP consists of two
+        modules, and the last one reads neurons.
+        """
+        for name, hook in self.bridge.names.points.items():
+            if name.startswith(f"{part}.") and hook.point.site.path != path:
+                return False
+        return True
+
+    def _find_hook(self, part: str, what: str) -> str | None:
+        """Return the name of the hook point at a part's input or output; None if there is none."""
+        if what not in _AT_POINT:
+            return None
         try:
-            return self.bridge.names.find(f"{part}.{_AT_POINT[what]}").name if what in _AT_POINT else None
+            return self.bridge.names.find(f"{part}.{_AT_POINT[what]}").name
         except UnknownHookError:
             return None
 
-    def _module_of(self, part: str) -> str:
-        """The path of the module that a part of the bridge is.
+    def _module_path(self, part: str) -> str:
+        """Return the path of a part's module.
 
         Raises:
-            ValueError: it is none. (An AttributeError would become that of a name which is not there.)
+            ValueError: it has no module. (An AttributeError would be mistaken for a missing name.)
         """
         base = base_path(self.bridge.original_model)
+        name, _, rest = part.partition(".")
+        index, _, inside = rest.partition(".")
         for stack in self.bridge.architecture.stacks:
-            name, _, rest = part.partition(".")
-            if name == stack.name and rest:
-                index, _, inside = rest.partition(".")
-                block = join(base, stack.place_of(int(index)))
-                paths = stack.block_at(int(index)).module_paths
-                if not inside and not stack.block_at(int(index)).ends:
-                    return block
-                if not inside:
-                    break
-                if inside in paths:
-                    return join(block, paths[inside])
+            if name != stack.name or not rest:
+                continue
+            path = join(base, stack.place_of(int(index)))
+            block = stack.block_at(int(index))
+            if not inside and block.ends:
+                break
+            if not inside:
+                return path
+            if inside in block.module_paths:
+                return join(path, block.module_paths[inside])
         for kind in _AT_POINT:
-            hook = self._hook_of(part, kind)
+            hook = self._find_hook(part, kind)
             site = None if hook is None else self.bridge.names.find(hook).point.site
-            if site is not None and site.kind == kind and self._is_all_of(site.path, part):
+            if site is not None and site.kind == kind and self._is_whole_part(site.path, part):
                 return site.path
         raise ValueError(
-            f"{part} is no module of its own in {type(self.bridge.core).__name__}; ask for hook points in it, or for "
-            "a module by its path: run.module(path)"
+            f"{part} is not a single module in {type(self.bridge.core).__name__}; ask for hook"
+            " points in it, or for a module by its path: run.module(path)"
         )
 
 
-class TracedModule:
+class _TracedModule:
     """A module of the original model in a trace.
 
     Args:
-        access: asks for it.
-        path: of the module.
+        access: the access of the trace.
+        path: the module's path.
     """
 
     def __init__(self, access: Access, path: str) -> None:
@@ -237,7 +254,9 @@ class TracedModule:
 
     @property
     def output(self) -> Any:
-        """What the module returns, as it returns it: a tensor, or a tuple with the model's own elements."""
+        """Return the module's output unchanged: a tensor, or a tuple with the model's own
+        elements.
+        """
         return self._stop("output").value
 
     @output.setter
@@ -248,7 +267,7 @@ class TracedModule:
 
     @property
     def outputs(self) -> Any:
-        """All that the module returns: the same as `output`."""
+        """Return the module's whole output: the same as `output`."""
         return self.output
 
     @outputs.setter
@@ -256,34 +275,39 @@ class TracedModule:
         self.output = value
 
     def skip(self, value: Any) -> None:
-        """Leaves the module out of this run: it returns `value`, and nothing in it is computed.
+        """Skip the module in this run: it returns `value`, and nothing inside it is computed.
 
         Args:
-            value: all that the module would return: a tensor, or a tuple with the model's own elements.
+            value: everything that the module would return: a tensor, or a tuple with the same
+                elements as the model's.
 
         Raises:
-            TypeError: it is no module that is called, or the trace is a generation.
+            TypeError: the module is not called, or the trace is a generation.
             ValueError: a hook point in it is captured, or has a hook.
-            OutOfStepError: at the end of the block, where the model had come to it before.
+            OutOfStepError: raised at the end of the block, if the model had already reached the
+                module.
         """
         self._access.leave_out(self.path, value)
 
     @property
     def inputs(self) -> ModuleInputs:
-        """All that the module is called with: its positional arguments, and those with names."""
-        found: ModuleInputs = self._stop("inputs").value
-        return found
+        """Return all arguments of the module: positional and keyword."""
+        inputs: ModuleInputs = self._stop("inputs").value
+        return inputs
 
     @inputs.setter
     def inputs(self, value: ModuleInputs) -> None:
         stop = self._stop("inputs")
         if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
-            raise TypeError(f"{self.path}.inputs is {value!r}; it must be a tuple of arguments and a dict of arguments")
+            raise TypeError(
+                f"{self.path}.inputs is {value!r}; it must be a tuple of arguments and a dict of"
+                " arguments"
+            )
         stop.replace((tuple(value[0]), value[1]))
 
     @property
     def input(self) -> Any:
-        """The first argument of the module."""
+        """Return the first argument of the module."""
         args, kwargs = self.inputs
         return args[0] if args else kwargs[self._first]
 
@@ -291,35 +315,47 @@ class TracedModule:
     def input(self, value: Any) -> None:
         stop = self._stop("inputs")
         args, kwargs = stop.value
-        _check_like(value, args[0] if args else kwargs[self._first], f"{self.path}.input")
-        stop.replace(((value, *args[1:]), kwargs) if args else (args, kwargs | {self._first: value}))
+        what = f"{self.path}.input"
+        if args:
+            _check_like(value, args[0], what)
+            stop.replace(((value, *args[1:]), kwargs))
+        else:
+            _check_like(value, kwargs[self._first], what)
+            stop.replace((args, kwargs | {self._first: value}))
 
     @property
     def _first(self) -> str:
+        """Return the name of the module's first parameter."""
         module = module_at(self._access.bridge.original_model, self.path)
         return first_parameter(type(module).forward)
 
 
 def _check_like(value: Any, old: Any, what: str) -> None:
-    """Refuses what cannot take the place of a tensor.
+    """Reject a value that cannot replace a tensor.
 
     Raises:
-        TypeError: it is no tensor where one was, one of another type, or no tuple of as many elements.
-        ValueError: it has another shape, or is on another device.
+        TypeError: it is not a tensor although the old value is, its dtype differs, or it is not a
+            tuple of the same length.
+        ValueError: its shape or device differs.
     """
     if isinstance(old, Tensor):
         if not isinstance(value, Tensor):
             raise TypeError(f"{what} was a tensor, and {type(value).__name__} was assigned")
         if value.shape != old.shape or value.device != old.device:
             raise ValueError(
-                f"{what} has shape {list(old.shape)} on {old.device}; what was assigned has {list(value.shape)} on "
-                f"{value.device}"
+                f"{what} has shape {list(old.shape)} on {old.device}; what was assigned has"
+                f" {list(value.shape)} on {value.device}"
             )
         if value.dtype != old.dtype:
-            raise TypeError(f"{what} is {old.dtype}, and {value.dtype} was assigned: assign .to({old.dtype}) of it")
+            raise TypeError(
+                f"{what} is {old.dtype}, and {value.dtype} was assigned: assign .to({old.dtype})"
+                " of it"
+            )
     elif isinstance(old, tuple | list):
         if type(value) is not type(old) or len(value) != len(old):
-            raise TypeError(f"{what} was a {type(old).__name__} of {len(old)}; {value!r} was assigned")
+            raise TypeError(
+                f"{what} was a {type(old).__name__} of {len(old)}; {value!r} was assigned"
+            )
         for index, (new, before) in enumerate(zip(value, old, strict=True)):
             _check_like(new, before, f"{what}[{index}]")
     elif not isinstance(value, type(old)):
@@ -327,7 +363,7 @@ def _check_like(value: Any, old: Any, what: str) -> None:
 
 
 def _first_tensor(value: Any, part: str) -> Tensor:
-    """The tensor that a module returns, or the first of several.
+    """Return the tensor that a module returns, or the first one of several.
 
     Raises:
         TypeError: there is none.
@@ -336,20 +372,23 @@ def _first_tensor(value: Any, part: str) -> Tensor:
         return value
     if isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
         return value[0]
-    raise TypeError(f"{part} returns {type(value).__name__}; ask for its module by path: run.module(path).output")
+    raise TypeError(
+        f"{part} returns {type(value).__name__}; ask for its module by path:"
+        " run.module(path).output"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The shape and type of every activation, from fake tensors: nothing is computed.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The shape and dtype of every activation, from fake tensors: nothing is computed.
+# --------------------------------------------------------------------------------------------------
 
 
 class PointShape(NamedTuple):
-    """What an activation is like.
+    """The shape, dtype and device of an activation.
 
     Attributes:
-        shape: its shape; None stands for a number that depends on values.
-        dtype: its type.
+        shape: its shape; None for a size that depends on values.
+        dtype: its dtype.
     """
 
     shape: tuple[int | None, ...]
@@ -357,77 +396,109 @@ class PointShape(NamedTuple):
 
 
 class Shapes(Mapping[str, PointShape]):
-    """Shapes and types by hook point, under all names.
+    """Shapes and dtypes by hook point, under all names.
 
     Args:
-        found: by canonical name.
-        names: of the bridge.
+        shapes: the shapes, by canonical name.
+        names: the bridge's names.
     """
 
-    def __init__(self, found: dict[str, PointShape], names: Names) -> None:
-        self._found, self._names = found, names
+    def __init__(self, shapes: dict[str, PointShape], names: Names) -> None:
+        self._shapes, self._names = shapes, names
 
     def __getitem__(self, name: str) -> PointShape:
         hook = self._names.find(name)
-        if hook.name not in self._found:
+        if hook.name not in self._shapes:
             raise KeyError(f"{hook.name} does not run on this input")
-        return self._found[hook.name]
+        return self._shapes[hook.name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._shapes)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._shapes)
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in self._found.items()]
+        lines = [
+            f"  {name}: {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            for name, x in self._shapes.items()
+        ]
         return "\n".join(["Shapes(", *lines, ")"])
+
+
+_LAYERS = ("start_at_layer", "stop_at_layer")
+_OF_THE_RUN = ("prepend_bos", "padding_side", "attention_mask", *_LAYERS)
 
 
 def shapes(bridge: RunnableBridge, input: Input, forward_kwargs: dict[str, Any]) -> Shapes:
     """See `TransformerBridge.shapes`."""
     kwargs = dict(forward_kwargs)
-    layers = {name: kwargs.pop(name, None) for name in ("start_at_layer", "stop_at_layer")}
-    ours = {name: kwargs.pop(name, None) for name in ("prepend_bos", "padding_side", "attention_mask")}
-    asked = Request(input, **ours, **layers, model_kwargs=kwargs)
-    check_arguments(bridge, asked, (*ours, *layers))
-    start, stop = checked_layers(bridge, asked.start_at_layer, asked.stop_at_layer)
+    options = {name: kwargs.pop(name, None) for name in _OF_THE_RUN}
+    request = Request(input, **options, model_kwargs=kwargs)
+    check_arguments(bridge, request, _OF_THE_RUN)
+    start, stop = checked_layers(bridge, request.start_at_layer, request.stop_at_layer)
+    layers = {name: options[name] for name in _LAYERS}
     points = points_that_run(bridge, list(bridge.wiring.points.values()), layers)
     experts = [hook for hook in points if hook.point.site.kind == "experts"]
-    paths = dict.fromkeys(hook.point.site.path for hook in experts)
-    found: dict[str, PointShape] = {}
+    watched = [hook for hook in points if hook not in experts]
+    prepared = PreparedPass(bridge, request, start, stop, traced=True)
+    by_name = _run_on_fake_tensors(bridge, prepared, watched, experts)
+    for hook in experts:
+        by_name[hook.name] = _expert_shape(bridge, hook)
+    ordered = {name: by_name[name] for name in bridge.wiring.points if name in by_name}
+    return Shapes(ordered, bridge.names)
+
+
+def _expert_shape(bridge: RunnableBridge, hook: HookPoint) -> PointShape:
+    """Return the shape of an expert's activation; its number of rows is decided by the router."""
+    module = module_at(bridge.original_model, hook.point.site.path)
+    in_stream = str(hook.point.site.key).endswith((".in", ".out"))
+    size = bridge.cfg.d_model if in_stream else width(module)
+    return PointShape((None, size), next(module.parameters()).dtype)
+
+
+def _run_on_fake_tensors(
+    bridge: RunnableBridge,
+    prepared: PreparedPass,
+    watched: Sequence[HookPoint],
+    experts: Iterable[HookPoint],
+) -> dict[str, PointShape]:
+    """Run a pass without computing, and return the shapes at the watched hook points by name.
+
+    Raises:
+        RuntimeError: the model needs a value.
+    """
+    by_name: dict[str, PointShape] = {}
 
     def note(act: Tensor, hook: HookPoint) -> None:
-        found[hook.name] = PointShape(tuple(act.shape), act.dtype)
+        by_name[hook.name] = PointShape(tuple(act.shape), act.dtype)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    watched = [hook for hook in points if hook not in experts]
-    # The user's hooks see nothing of it: they would be given fake tensors.
-    ready = PreparedPass(bridge, asked, start, stop, traced=True)
-    with torch.no_grad(), without_hooks(), watching(bridge.wiring, watched, note), ready as pass_:
-        with FakeCopyMode(mode):  # of a cache of keys and values too, into which the model would write fake ones
+    paths = dict.fromkeys(hook.point.site.path for hook in experts)
+    modules = [module_at(bridge.original_model, path) for path in paths]
+    # The user's hooks do not run: they would be given fake tensors.
+    watch = watching(bridge.wiring, watched, note)
+    with torch.no_grad(), without_hooks(), watch, prepared as pass_:
+        # Copies also a key-value cache, into which the model would write fake tensors.
+        with FakeCopyMode(mode):
             pass_.inputs.kwargs = copy.deepcopy(pass_.inputs.kwargs)
         try:
-            with mode, _experts_in_batches([module_at(bridge.original_model, path) for path in paths]):
+            with mode, _experts_in_batches(modules):
                 pass_.run_model()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise RuntimeError(
-                f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes cannot be had "
-                "without computing; run_with_callback shows them in a run"
+                f"{type(bridge.core).__name__} asks for a value on its way ({error}), so its shapes"
+                " are not known without computing; run_with_callback shows them in a run"
             ) from error
-    for hook in experts:
-        module = module_at(bridge.original_model, hook.point.site.path)
-        whole = str(hook.point.site.key).endswith((".in", ".out"))
-        size = bridge.cfg.d_model if whole else width(module)
-        found[hook.name] = PointShape((None, size), next(module.parameters()).dtype)
-    ordered = {name: found[name] for name in bridge.wiring.points if name in found}
-    return Shapes(ordered, bridge.names)
+    return by_name
 
 
 @contextmanager
 def _experts_in_batches(modules: list[nn.Module]) -> Iterator[None]:
-    """Experts computed in the one way whose shapes depend on no value and that takes every type."""
-    before = [(module, module.__dict__["config"]) for module in modules if "config" in module.__dict__]
+    """Run experts in the implementation with data-independent shapes that accepts every dtype."""
+    before = [
+        (module, module.__dict__["config"]) for module in modules if "config" in module.__dict__
+    ]
     try:
         for module, config in before:
             module.__dict__["config"] = copy.copy(config)

@@ -1,4 +1,4 @@
-"""A body of a trace as hooks: what was written for one run, for every run."""
+"""Edits: the body of a trace, written for one run, as hooks for every run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from bridge.trace.coroutine import Coroutine, LateEditGuard, OutOfStepError, ass
 
 
 class BodyActivations:
-    """What a body is given: activations by name, to read and to write."""
+    """The argument of a body: activations by name, to read and to write."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The activation at a hook point."""
+        """Return the activation at a hook point."""
         raise NotImplementedError
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        """Puts a tensor in its place."""
+        """Replace the activation at a hook point."""
         raise NotImplementedError
 
-    def part(self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None) -> Tensor:
-        """Some heads, queries or keys of it."""
+    def part(
+        self, name: str, *, heads: Index = None, queries: Index = None, keys: Index = None
+    ) -> Tensor:
+        """Return some heads, queries or keys of an activation."""
         raise TypeError(
-            f"this body is shown whole activations: run[{name!r}], or a hook with heads=, as `Touching` makes one"
+            f"this body is shown whole activations: run[{name!r}], or a hook with heads=, as"
+            " `Touching` makes one"
         )
 
 
@@ -40,17 +43,17 @@ TraceBody = Callable[[BodyActivations], object]
 
 
 class Edit(Sequence[tuple[str, HookFunction]]):
-    """A body as hooks: pairs of a hook point's name and a function, as `hooks` and `run_with_hooks` take them.
-
-    The function is the edit itself. In each forward pass the body runs once, in step with the model, as in a trace.
+    """A trace body as hooks: pairs of a hook point's name and a function, for `hooks` and
+    `run_with_hooks`. The function is this object. In each forward pass the body runs once, in step
+    with the model, as in a trace.
 
     Args:
-        names: of the bridge.
+        names: the bridge's names.
         body: the body.
-        points: the hook points that it asks for.
+        points: the hook points that the body requests.
 
     Attributes:
-        in_run: it is told in which run it is (see `Listener`).
+        in_run: True: the function is part of the run (see `Listener`).
     """
 
     in_run = True
@@ -70,31 +73,34 @@ class Edit(Sequence[tuple[str, HookFunction]]):
     def __getitem__(self, index: int) -> tuple[str, HookFunction]: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[tuple[str, HookFunction]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, HookFunction] | Sequence[tuple[str, HookFunction]]:
+    def __getitem__(
+        self, index: int | slice
+    ) -> tuple[str, HookFunction] | Sequence[tuple[str, HookFunction]]:
         return [(point.name, self) for point in self.points][index]
 
     def find(self, name: str) -> HookPoint:
-        """One of its hook points.
+        """Return one of its hook points.
 
         Raises:
             UnknownHookError: no hook point has this name.
-            ValueError: it is none of its own.
+            ValueError: it is not one of the edit's hook points.
         """
         hook = self.names.find(name)
         if hook not in self.points:
             raise ValueError(
-                f"the body asks for {hook.name}, which it did not when its points were found: "
-                f"{', '.join(point.name for point in self.points)}. Name them all: trace_edit(fn, points=[...])"
+                f"the body asks for {hook.name}, which it did not when its points were found:"
+                f" {', '.join(point.name for point in self.points)}. Name them all: trace_edit(fn,"
+                " points=[...])"
             )
         return hook
 
     def __call__(self, act: Tensor, hook: HookPoint) -> Tensor | None:
-        """The hook function at each of its points."""
+        """Run the hook function at one of its points."""
         context = CURRENT.get()
         if context.run is None:
             raise RuntimeError(
-                f"{hook.name} was reached outside of a forward pass, so the body of the edit cannot keep step: call "
-                "the bridge, or the whole model"
+                f"{hook.name} was reached outside of a forward pass, so the body of the edit cannot"
+                " keep step: call the bridge, or the whole model"
             )
         step = None if context.generation is None else context.generation.step
         body = context.run.bodies.get(self)
@@ -110,7 +116,7 @@ class BodyInStep(RunsWithPass, BodyActivations):
 
     Args:
         edit: the edit.
-        step: of which step of a generation; None outside of one.
+        step: the step of the generation; None outside of one.
     """
 
     def __init__(self, edit: Edit, step: int | None) -> None:
@@ -125,39 +131,38 @@ class BodyInStep(RunsWithPass, BodyActivations):
     # The model's side.
 
     def visit(self, hook: HookPoint, act: Tensor) -> Tensor | None:
-        """What becomes of an activation: None where the body does not replace it.
+        """Return the body's replacement of an activation; None if it does not replace it.
 
         Raises:
-            OutOfStepError: the body changed a value in place with which the model had gone on.
-            RuntimeError: the point has come already.
+            OutOfStepError: the body changed a value in place after the model had used it.
+            RuntimeError: the point was already visited.
         """
         if hook in self._passed:
             raise RuntimeError(
-                f"{hook.name} came twice to {self.edit!r} in one forward pass, whose body runs once: attach it once "
-                "(trace_edit makes another of the same body)"
+                f"{hook.name} came twice to {self.edit!r} in one forward pass, whose body runs"
+                " once: attach it once (trace_edit makes another of the same body)"
             )
         if self._coroutine is None:
             self._coroutine = Coroutine(self._work)
             self._coroutine.resume()
         new: Tensor | None = None
         if self._waiting is hook:
-            given = act.clone()  # what the body holds and what the model holds are two
-            self._here, self._value, self._waiting = hook, given, None
-            version = version_of(given)
+            shown = act.clone()  # the user's copy and the model's tensor are separate
+            self._here, self._value, self._waiting = hook, shown, None
+            version = version_of(shown)
             self._coroutine.resume()
             self._late_edits.check()
-            if self._value is given:
-                self._late_edits.add(given, hook.name)
-                changed = replaces_activation(given, version, act, hook.view, held=True)
-            else:
-                changed = True
+            changed = True
+            if self._value is shown:
+                self._late_edits.add(shown, hook.name)
+                changed = replaces_activation(shown, version, act, hook.view, held=True)
             new = self._value.clone() if changed else None
             self._here = self._value = None
         self._passed.add(hook)
         return new
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         if self._coroutine is not None:
             self._coroutine.abandon()
 
@@ -172,8 +177,10 @@ class BodyInStep(RunsWithPass, BodyActivations):
         if hook is self._here:
             return hook
         if hook in self._passed:
-            at = "" if self._here is None else f": the model is at {self._here.name}"
-            raise OutOfStepError(f"{hook.name} has passed{at}. Ask for points in the model's order")
+            where = "" if self._here is None else f": the model is at {self._here.name}"
+            raise OutOfStepError(
+                f"{hook.name} has passed{where}. Ask for points in the model's order"
+            )
         self._waiting = hook
         assert self._coroutine is not None
         self._coroutine.pause()
@@ -190,11 +197,11 @@ class BodyInStep(RunsWithPass, BodyActivations):
         self._value = assigned(value, self._value, hook)
 
 
-class _AskedFor(BodyActivations):
-    """Notes which hook points a body asks for in a trace.
+class _Requests(BodyActivations):
+    """A recorder of the hook points that a body requests in a trace.
 
     Args:
-        names: of the bridge.
+        names: the bridge's names.
         run: the trace.
     """
 
@@ -212,47 +219,55 @@ class _AskedFor(BodyActivations):
 
     def __getattr__(self, name: str) -> object:
         raise AttributeError(
-            f"run.{name} is of a trace; a body that becomes hooks has run[name] and run[name] = x alone", name=name
+            f"run.{name} is of a trace; a body that becomes hooks has run[name] and run[name] = x"
+            " alone",
+            name=name,
         )
 
 
 def points_asked_for(names: Names, body: TraceBody, run: BodyActivations) -> list[HookPoint]:
-    """The hook points that a body asks for in a trace.
+    """Return the hook points that a body requests in a trace.
 
     Raises:
-        ValueError: it asks for none.
+        ValueError: it requests none.
     """
-    probe = _AskedFor(names, run)
+    requests = _Requests(names, run)
     with torch.no_grad():
-        body(probe)
-    if not probe.points:
+        body(requests)
+    if not requests.points:
         raise ValueError("the body asks for no hook point, so there is nothing to be done by hooks")
-    return probe.points
+    return requests.points
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Edits that are made at every step of a generation: written once, outside of the loop over its steps.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Edits at every step of a generation: written once, outside of the loop over its steps.
+# --------------------------------------------------------------------------------------------------
 
 
-#: What an edit does to an activation, in place.
+#: The operation that an edit applies to an activation, in place.
 InPlaceEdit = Callable[[Tensor], None]
 
 
 class EveryStep:
-    """An activation at every step of a generation, to be written to: ``run[name][:, -1] = 0``, ``run[name] += v``.
+    """A writable activation at every step of a generation: ``run[name][:, -1] = 0``, ``run[name] +=
+    v``.
 
     Args:
-        name: of the hook point.
-        record: is given each operation.
-        path: which part of the activation this is: one index after the other.
-        is_written: it comes from an operation that is recorded: to assign it to where it came from is nothing more.
+        name: the hook point's name.
+        record: receives each operation.
+        path: the indices that lead to this part of the activation.
+        is_written: whether it is the result of a recorded in-place operation, so that Python's
+            assignment back to the same place has nothing to do.
     """
 
     __slots__ = ("_is_written", "_name", "_path", "_record")
 
     def __init__(
-        self, name: str, record: Callable[[InPlaceEdit], None], path: tuple[object, ...] = (), is_written: bool = False
+        self,
+        name: str,
+        record: Callable[[InPlaceEdit], None],
+        path: tuple[object, ...] = (),
+        is_written: bool = False,
     ) -> None:
         self._name, self._record, self._path, self._is_written = name, record, path, is_written
 
@@ -263,22 +278,26 @@ class EveryStep:
         if isinstance(value, EveryStep):
             EveryStep(self._name, self._record, (*self._path, index)).assign(value)
             return
-        kept = _as_it_is(value)
+        kept = _copied(value)
         self._write((*self._path, index), lambda old: kept)
 
     def assign(self, value: Tensor | float | EveryStep) -> None:
-        """Replaces the whole of it.
+        """Replace the whole activation.
 
         Raises:
-            RuntimeError: the value is another activation, or a part of one, which cannot be read here.
+            RuntimeError: the value is another activation, or a part of one, which cannot be read
+                here.
         """
         if not isinstance(value, EveryStep):
             self[...] = value
-        elif not (value._is_written and value._name == self._name and _are_same(value._path, self._path)):
-            value._no_value("read")  # and what may be assigned is `run[name][index] += v`, which is recorded already
+            return
+        # The only valid one is `run[name][index] += v`, which is recorded already.
+        same_place = value._name == self._name and _are_same(value._path, self._path)
+        if not (value._is_written and same_place):
+            value._no_value("read")
 
     def _write(self, path: tuple[object, ...], new: Callable[[Tensor], object]) -> None:
-        *above, last = _as_it_is(path)
+        *above, last = _copied(path)
 
         def write(act: Any) -> None:
             for index in above:
@@ -290,7 +309,7 @@ class EveryStep:
     def _augment(self, change: Callable[[Tensor, object], Tensor], value: object) -> EveryStep:
         if isinstance(value, EveryStep):
             value._no_value("read")
-        kept = _as_it_is(value)
+        kept = _copied(value)
         self._write(self._path or (...,), lambda old: change(old, kept))
         return self._written()
 
@@ -303,17 +322,16 @@ class EveryStep:
     __itruediv__ = partialmethod(_augment, operator.truediv)
 
     def __getattr__(self, method: str) -> Callable[..., EveryStep]:
-        in_place = method.endswith("_") and not method.startswith("_") and hasattr(Tensor, method)
-        if not in_place:
-            if method.startswith("__"):
-                raise AttributeError(method)
+        if method.startswith("__"):
+            raise AttributeError(method)
+        if method.startswith("_") or not method.endswith("_") or not hasattr(Tensor, method):
             self._no_value(f"asked for its {method}")
 
         def call(*args: object, **kwargs: object) -> EveryStep:
             for other in (*args, *kwargs.values()):
                 if isinstance(other, EveryStep):
                     other._no_value("read")
-            kept, named = _as_it_is(args), _as_it_is(kwargs)
+            kept, named = _copied(args), _copied(kwargs)
 
             def changed(old: Tensor) -> object:
                 new = old.clone()
@@ -326,45 +344,53 @@ class EveryStep:
 
     def _no_value(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{self._name} cannot be {what} here: outside of the loop over run.steps it stands for every step, and can "
-            "only be written to. In the loop, step[name] is the activation of that step"
+            f"{self._name} cannot be {what} here: outside of the loop over run.steps it stands for"
+            " every step, and can only be written to. In the loop, step[name] is the activation of"
+            " that step"
         )
 
     def _computed(self, other: object = None) -> EveryStep:
         self._no_value("computed with")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _computed
+    )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _computed
     __matmul__ = __rmatmul__ = __neg__ = __lt__ = __gt__ = __le__ = __ge__ = _computed
 
     def _looked_at(self, *other: object) -> NoReturn:
         self._no_value("looked at")
 
-    __bool__ = __len__ = __iter__ = __float__ = __int__ = __eq__ = __ne__ = __contains__ = _looked_at  # type: ignore[assignment]
+    __bool__ = __len__ = __iter__ = __float__ = __int__ = __eq__ = __ne__ = __contains__ = (
+        _looked_at  # type: ignore[assignment]
+    )
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
         cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> NoReturn:
-        given = next((x for x in args if isinstance(x, cls)), None)
-        if given is None:
-            raise RuntimeError(f"{getattr(func, '__name__', func)} was given an activation of every step")
-        given._no_value(f"given to {getattr(func, '__name__', func)}")
+        name = getattr(func, "__name__", func)
+        for x in args:
+            if isinstance(x, cls):
+                x._no_value(f"given to {name}")
+        raise RuntimeError(f"{name} was given an activation of every step")
 
 
-def _as_it_is(value: Any) -> Any:
-    """A value, or a structure of values, that nobody changes afterwards."""
+def _copied(value: Any) -> Any:
+    """Return a copy of a value, or a structure of values, that later changes do not affect."""
     return mapped(value, Tensor.clone)
 
 
-def _are_same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Whether two paths are the same indices: Python makes both sides of ``x[i] += v`` with the same objects."""
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _are_same(first: tuple[object, ...], second: tuple[object, ...]) -> bool:
+    """Tell whether two paths hold identical indices, as both sides of ``x[i] += v`` do in
+    Python.
+    """
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def apply(operations: list[InPlaceEdit], act: Tensor, name: str, step: int) -> None:
-    """Does the operations, in turn.
+    """Apply the operations in turn.
 
     Raises:
         IndexError, RuntimeError: as torch does, with the hook point and the step.
@@ -374,7 +400,7 @@ def apply(operations: list[InPlaceEdit], act: Tensor, name: str, step: int) -> N
             operation(act)
     except (IndexError, RuntimeError) as error:
         error.add_note(
-            f"This edit of {name} is made at every step; at step {step} the activation has shape {list(act.shape)}. "
-            "In the loop over run.steps, step[name] = ... is of one step"
+            f"This edit of {name} is made at every step; at step {step} the activation has shape"
+            f" {list(act.shape)}. In the loop over run.steps, step[name] = ... is of one step"
         )
         raise

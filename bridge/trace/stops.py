@@ -1,18 +1,18 @@
-"""The stops of a forward pass: what is asked for is listened to, and the model waits there for what comes of it."""
+"""The stops of a forward pass: places where the model waits for the body of a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adapters.points import module_at
 from adapters.views import Args, Kwargs
+from adapters.views.values import is_readable, same_bits
 from bridge.hooks.context import CURRENT, Listener, Scope
 from bridge.hooks.hooks import HookPoint, changed_in_place, replaces_activation, version_of
 from bridge.interventions.touching import Touching
@@ -25,31 +25,31 @@ from bridge.trace.coroutine import (
     calling_line,
     differ,
     leaves,
-    leaves_now,
     mapped,
 )
 from bridge.wiring.wiring import TraceOpenings, Wiring
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where things are in the model's order, as far as that is known before it runs.
+# --------------------------------------------------------------------------------------------------
+# Places in the model's order, as far as it is known before the run.
 #
-# Blocks follow each other, and what comes before and behind them. Inside a block the declared order of hook points is
-# not always that of the computation (values may be computed before queries), so there only the run itself can tell.
-# ----------------------------------------------------------------------------------------------------------------------
+# Blocks follow each other, and modules come before and after them. Inside a block the declared
+# order of hook points may differ from that of the computation (values may be computed before
+# queries), so there only the run itself can tell.
+# --------------------------------------------------------------------------------------------------
 
 
-#: A list of blocks and an index in it; of what stands outside of blocks, "" and the depth.
+#: A list of blocks and an index in it; outside of blocks, "" and the depth.
 OrderGroup = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceInOrder:
+class _PlaceInOrder:
     """A hook point, or a module's input or output, in the model's order.
 
     Attributes:
-        name: of the hook point; or the module's path and what of it.
-        group: where it belongs to, None where that is not known.
-        order: its number among the hook points; of a module, that of the hook points in its group.
+        name: the hook point's name, or the module's path and whether it is the input or the output.
+        group: the group of hook points that it belongs to (such as a block); None if unknown.
+        order: its number among the hook points; for a module, the number of its group.
     """
 
     name: str
@@ -67,131 +67,142 @@ class ModelOrder:
     def __init__(self, points: dict[str, HookPoint]) -> None:
         self.total = len(points)
         self._points = points
-        self._of = {
-            hook: PlaceInOrder(name, order_group(hook), number)
-            for number, (name, hook) in enumerate(_as_computed(points))
-        }
-        self._ends: dict[OrderGroup, HookPoint | None] = {}
-        self._by_path: dict[str, PlaceInOrder] = {}
-        self._blocks: dict[int, PlaceInOrder] = {}
-        before: HookPoint | None = None
+        self._places: dict[HookPoint, _PlaceInOrder] = {}
+        for number, name in enumerate(_sort_as_computed(points)):
+            hook = points[name]
+            self._places[hook] = _PlaceInOrder(name, (hook.point.stack, hook.point.depth), number)
+        self._ends: dict[OrderGroup, HookPoint] = {}
+        self._by_path: dict[str, _PlaceInOrder] = {}
+        self._blocks: dict[int, _PlaceInOrder] = {}
+        current: OrderGroup | None = None
         for hook in points.values():
-            group = order_group(hook)
-            if before is not None and order_group(before) != group and _is_plain(hook):
-                self._ends.setdefault(order_group(before), hook)
-                before = hook
-            elif before is None or order_group(before) == group:
-                before = hook
-            self._by_path.setdefault(hook.point.site.path, self._of[hook])
+            place = self._places[hook]
+            if current is None:
+                current = place.group
+            elif place.group != current and _is_plain(hook):
+                self._ends.setdefault(current, hook)
+                current = place.group
+            self._by_path.setdefault(hook.point.site.path, place)
             if hook.point.stack in ("blocks", "encoder"):
-                self._blocks.setdefault(hook.point.depth, self._of[hook])
+                self._blocks.setdefault(hook.point.depth, place)
 
     def are_of(self, points: dict[str, HookPoint]) -> bool:
-        """Whether they are those of these hook points, all of them."""
+        """Tell whether the order covers exactly these hook points."""
         return points is self._points and len(points) == self.total
 
-    def of(self, hook: HookPoint) -> PlaceInOrder:
-        """The place of a hook point."""
-        return self._of[hook]
+    def place(self, hook: HookPoint) -> _PlaceInOrder:
+        """Return the place of a hook point."""
+        return self._places[hook]
 
-    def end_of(self, group: OrderGroup | None) -> HookPoint | None:
-        """The first plain hook point behind a group; None where there is none."""
+    def end(self, group: OrderGroup | None) -> HookPoint | None:
+        """Return the first plain hook point after a group; None if there is none."""
         return None if group is None else self._ends.get(group)
 
-    def block(self, layer: int) -> PlaceInOrder | None:
-        """Where a block of the first list begins."""
+    def block(self, layer: int) -> _PlaceInOrder | None:
+        """Return the place where a block of the first list begins."""
         return self._blocks.get(layer)
 
-    def of_module(self, path: str, what: str) -> PlaceInOrder:
-        """The place of a module's input or output: that of the block it is in."""
-        inside = path
-        while inside:
-            near = self._by_path.get(inside)
-            if near is not None and ((near.group is not None and near.group[0]) or inside == path):
-                return PlaceInOrder(f"{path}.{what}", near.group, near.order)
-            inside = inside.rpartition(".")[0]
-        return PlaceInOrder(f"{path or 'the model'}.{what}", None, -1)
+    def module_place(self, path: str, what: str) -> _PlaceInOrder:
+        """Return the place of a module's input or output: that of its block."""
+        ancestor = path
+        while ancestor:
+            near = self._by_path.get(ancestor)
+            if near is not None:
+                in_block = near.group is not None and near.group[0]
+                if in_block or ancestor == path:
+                    return _PlaceInOrder(f"{path}.{what}", near.group, near.order)
+            ancestor = ancestor.rpartition(".")[0]
+        return _PlaceInOrder(f"{path or 'the model'}.{what}", None, -1)
 
 
-def order_group(hook: HookPoint) -> OrderGroup:
-    """The group of a hook point."""
-    return hook.point.stack, hook.point.depth
+def _sort_as_computed(points: Iterable[str]) -> list[str]:
+    """Return the names in the order of the computation, which may differ from the order of
+    declaration.
 
-
-def _as_computed(points: dict[str, HookPoint]) -> list[tuple[str, HookPoint]]:
-    """Hook points in the order of the computation, where that of their declaration is another.
-
-    Norms of queries and keys are behind what they read, and what goes into a mixer before the rest of it.
+    Norms of queries and keys come after their inputs, and a mixer's inputs before the rest of it.
     """
+    numbers = {name: number for number, name in enumerate(points)}
     last: dict[str, int] = {}
     first: dict[str, int] = {}
-    for number, name in enumerate(points):
-        part, _, end = name.rpartition(".")
+    for name, number in numbers.items():
+        owner, _, end = name.rpartition(".")
         last[name] = number
-        first.setdefault(part, number)
-        if end == "hook_in":  # of a projection: declared behind what it makes
-            last[f"{part.rpartition('.')[0]}.hook_{part.rpartition('.')[2]}"] = number
+        first.setdefault(owner, number)
+        if end == "hook_in":  # of a projection: declared after its output
+            parent, _, projection = owner.rpartition(".")
+            last[f"{parent}.hook_{projection}"] = number
 
-    def key(item: tuple[int, tuple[str, HookPoint]]) -> tuple[float, int]:
-        number, (name, _) = item
-        part, _, end = name.rpartition(".")
-        above, _, norm = part.rpartition(".")
-        if norm in ("q_norm", "k_norm"):
-            return last.get(f"{above}.hook_{norm[0]}", number) + 0.5, number
-        if part.endswith(".mixer") and end.startswith("hook_in_proj"):
-            return first[part] - 0.5, number
-        return number, number
+    def position(name: str) -> float:
+        owner, _, end = name.rpartition(".")
+        parent, _, module = owner.rpartition(".")
+        if module in ("q_norm", "k_norm"):
+            return last.get(f"{parent}.hook_{module[0]}", numbers[name]) + 0.5
+        if module == "mixer" and parent and end.startswith("hook_in_proj"):
+            return first[owner] - 0.5
+        return numbers[name]
 
-    return [item for _, item in sorted(enumerate(points.items()), key=key)]
+    return sorted(numbers, key=position)
 
 
-def has_passed(wanted: PlaceInOrder, here: PlaceInOrder) -> bool:
-    """Whether it is certain that the model has passed a place when it is at another."""
-    known = wanted.group is not None and here.group is not None and wanted.group != here.group
-    return known and wanted.order < here.order
+def has_passed(place: _PlaceInOrder, here: _PlaceInOrder) -> bool:
+    """Tell whether the model has definitely passed one place when it is at another."""
+    known = place.group is not None and here.group is not None and place.group != here.group
+    return known and place.order < here.order
 
 
 def _is_plain(hook: HookPoint) -> bool:
-    return not (hook.view.contextual or hook.point.sources) and hook.point.site.kind in ("input", "output")
+    if hook.view.contextual or hook.point.sources:
+        return False
+    return hook.point.site.kind in ("input", "output")
 
 
 @dataclass(frozen=True, eq=False)
 class PointPart:
-    """Some heads, queries or keys of a hook point, as a trace is asked for them.
+    """Some heads, queries or keys of a hook point, as requested in a trace.
 
     Attributes:
         hook: the hook point.
-        chosen: of its axes, by what `Touching` calls them.
+        chosen: the indices by axis, under `Touching`'s argument names.
     """
 
     hook: HookPoint
     chosen: Mapping[str, Any]
 
 
-#: What a trace can be asked for: a hook point, or a part of one, or a module's inputs or output.
-Asked = HookPoint | PointPart | tuple[str, str]
+#: What a trace requests: a hook point, a part of one, or a module's inputs or output.
+Target = HookPoint | PointPart | tuple[str, str]
+
+
+class _BodyRequest(NamedTuple):
+    """A request of the body.
+
+    Attributes:
+        target: what it requests.
+        place: the target's place.
+        line: the line of the body.
+    """
+
+    target: Target
+    place: _PlaceInOrder
+    line: Line
 
 
 @dataclass(eq=False, slots=True)
 class Stop:
-    """One place where the model waits.
+    """A place where the model is paused.
 
     Attributes:
-        asked: what was asked for.
-        place: where that is.
-        line: where it was asked for.
-        value: what is shown.
-        replaced: something was put in its place.
+        request: the request that it answers.
+        value: the shown value.
+        replaced: whether the value was replaced.
     """
 
-    asked: Asked | None
-    place: PlaceInOrder
-    line: Line
+    request: _BodyRequest
     value: Any
     replaced: bool = False
 
     def replace(self, value: Any) -> None:
-        """Puts something in the place of what is shown."""
+        """Replace the shown value."""
         self.value, self.replaced = value, True
 
 
@@ -199,20 +210,22 @@ class Stops:
     """The stops of one model's run.
 
     Args:
-        wiring: of the bridge.
-        scope: what the listeners belong to.
+        wiring: the bridge's wiring.
+        scope: the scope of the listeners.
         places: the model's order.
         captured: the hook points whose activations are kept.
 
     Attributes:
-        here: where the model waits now; None before it began and after it ended.
+        here: where the model is currently paused; None before its start and after its end.
         kept: the activations of captured points.
-        gradients: the gradients that came, by the name of the hook point.
+        gradients: the gradients computed so far, by hook point name.
         seen: the names of the hook points that were shown with a graph.
         late_edits: the values that were shown and that the model has used since.
     """
 
-    def __init__(self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint]) -> None:
+    def __init__(
+        self, wiring: Wiring, scope: Scope, places: ModelOrder, captured: Iterable[HookPoint]
+    ) -> None:
         self._wiring, self._scope, self._places = wiring, scope, places
         self.captured = tuple(captured)
         self.here: Stop | None = None
@@ -220,8 +233,8 @@ class Stops:
         self.gradients: dict[str, Tensor] = {}
         self.seen: set[str] = set()
         self.coroutine: Coroutine | None = None
-        self._waiting: tuple[Asked, PlaceInOrder, Line] | None = None
-        self._last: tuple[PlaceInOrder, Line] | None = None
+        self._waiting: _BodyRequest | None = None
+        self._last: _BodyRequest | None = None
         self._points: dict[HookPoint, Listener] = {}
         self._parts: list[tuple[HookPoint, Listener]] = []
         self._handles: dict[tuple[str, str], RemovableHandle] = {}
@@ -232,61 +245,66 @@ class Stops:
     # The body's side.
 
     def listen_to_captured(self) -> None:
-        """Begins to keep what is captured."""
+        """Begin to record captured activations."""
         for hook in self.captured:
             self._listen(hook)
 
     def has_begun(self, layer: int) -> bool:
-        """Whether the model has come to a block of the first list."""
-        at = self._at()
-        block = self._places.block(layer)
-        return at is not None and (at[0].group is None or (block is not None and at[0].order >= block.order))
+        """Tell whether the model has reached a block of the first list."""
+        last, block = self._last_request(), self._places.block(layer)
+        if last is None:
+            return False
+        if last.place.group is None:
+            return True
+        return block is not None and last.place.order >= block.order
 
-    def reach(self, asked: Asked) -> Stop:
-        """Lets the model go on to what is asked for.
+    def reach(self, target: Target) -> Stop:
+        """Run the model up to the requested place.
 
         Raises:
-            OutOfStepError: it has passed, or the model ended without coming to it.
+            OutOfStepError: the model has passed it, or ended without reaching it.
         """
         assert self.coroutine is not None
-        if self.here is not None and self.here.asked == asked:
+        if self.here is not None and self.here.request.target == target:
             return self.here
-        hook = asked.hook if isinstance(asked, PointPart) else asked
-        place = self._places.of(hook) if isinstance(hook, HookPoint) else self._places.of_module(*hook)
-        line = calling_line()
-        at = self._at()
-        if self.here is not None and _share_a_place(asked, self.here.asked):
-            raise OutOfStepError(
-                f"the model is at {self.here.place.name}, for\n    {self.here.line}\n"
-                f"and {place.name} is the same place, asked for in\n    {line}\nOne trace shows it under one of the two"
-            )
-        if self.here is not None and PointPart in map(type, (asked, self.here.asked)) and self.here.place == place:
-            raise OutOfStepError(
-                f"the model is at {self.here.place.name}, for\n    {self.here.line}\nand shows it once: ask there for "
-                "all heads, queries or keys that are needed, or for the whole"
-            )
-        if self.coroutine.finished or (at is not None and has_passed(place, at[0])):
-            missed = asked in self.captured and asked not in self.kept
-            raise self._never(place, line, None) if missed else self._passed(place, line, at)
-        self._attach(asked, place if at is not None and at[0].group == place.group else None)
-        self._waiting = (asked, place, line)
+        place = self._place(target)
+        request = _BodyRequest(target, place, calling_line())
+        last = self._last_request()
+        if self.here is not None:
+            _refuse_same_place(request, self.here.request)
+        if self.coroutine.finished or (last is not None and has_passed(place, last.place)):
+            if target in self.captured and target not in self.kept:
+                raise self._never(request, None)
+            raise self._passed(request, last)
+        self._attach(target)
+        in_same_group = last is not None and last.place.group == place.group
+        if in_same_group:
+            self._listen_to_end(place.group)
+        self._waiting = request
         try:
             self.resume()
         finally:
             self._waiting = None
-        if self.here is None or self.here.asked != asked:
-            raise self._passed(place, line, at) if self._may_have_passed(at, place) else self._never(place, line, at)
+        if self.here is None or self.here.request.target != target:
+            if last is not None and in_same_group and place.order < last.place.order:
+                raise self._passed(request, last)  # probably: it is in the block of the last one
+            raise self._never(request, last)
         return self.here
 
+    def _place(self, target: Target) -> _PlaceInOrder:
+        if isinstance(target, tuple):
+            return self._places.module_place(*target)
+        return self._places.place(target.hook if isinstance(target, PointPart) else target)
+
     def resume(self) -> None:
-        """Lets the model go on to the next stop, or to its end."""
+        """Run the model up to the next stop, or to its end."""
         assert self.coroutine is not None
         if self.here is not None:
-            self._last = (self.here.place, self.here.line)
+            self._last = self.here.request
         self.coroutine.resume()
 
     def detach(self) -> None:
-        """Listens to nothing any more, but to what is captured."""
+        """Detach all listeners, except those for captured activations."""
         for hook, listener in (*self._points.items(), *self._parts, *self._ends.items()):
             self._wiring.remove(hook, (listener,))
         for handle in self._handles.values():
@@ -298,36 +316,39 @@ class Stops:
         self._handles.clear()
         self.here = self._last = None
 
-    def _at(self) -> tuple[PlaceInOrder, Line] | None:
-        return self._last if self.here is None else (self.here.place, self.here.line)
+    def _last_request(self) -> _BodyRequest | None:
+        """Return the request that the model answered last; None before the first one, and after the
+        end of a step.
+        """
+        return self._last if self.here is None else self.here.request
 
-    def _may_have_passed(self, at: tuple[PlaceInOrder, Line] | None, place: PlaceInOrder) -> bool:
-        """Whether what did not come may have passed: in the block where the model was."""
-        return at is not None and at[0].group == place.group and place.order < at[0].order
-
-    def _passed(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
+    def _passed(self, request: _BodyRequest, last: _BodyRequest | None) -> OutOfStepError:
+        name = request.place.name
         where = "the model has run to its end"
-        if at is not None:
-            where = f"the model came to {self._numbered(at[0])} for\n    {at[1]}"
-        known = place.name in self._wiring.points
-        capture = f', or name it at the start: trace(..., capture=["{place.name}"])' if known else ""
+        if last is not None:
+            where = f"the model came to {self._numbered(last.place)} for\n    {last.line}"
+        capture = ""
+        if name in self._wiring.points:
+            capture = f', or name it at the start: trace(..., capture=["{name}"])'
         return OutOfStepError(
-            f"{self._numbered(place)} has passed: {where}\nand it is asked for only now, in\n    {line}\n"
-            f"Ask in the model's order{capture}"
+            f"{self._numbered(request.place)} has passed: {where}\nand it is asked for only now,"
+            f" in\n    {request.line}\nAsk in the model's order{capture}"
         )
 
-    def _never(self, place: PlaceInOrder, line: Line, at: tuple[PlaceInOrder, Line] | None) -> OutOfStepError:
-        after = (
-            " in this run\n" if at is None else f" after {self._numbered(at[0])}, which was asked for in\n    {at[1]}\n"
-        )
-        near = at is not None and at[0].group == place.group
+    def _never(self, request: _BodyRequest, last: _BodyRequest | None) -> OutOfStepError:
+        after, order = " in this run\n", ""
+        if last is not None:
+            before = self._numbered(last.place)
+            after = f" after {before}, which was asked for in\n    {last.line}\n"
+            if last.place.group == request.place.group:
+                order = "The model may compute it before the other. "
         return OutOfStepError(
-            f"{self._numbered(place)} never came{after}It was asked for in\n    {line}\n"
-            + ("The model may compute it before the other. " if near else "")
-            + "A block may have been skipped, or this input takes another way through the model"
+            f"{self._numbered(request.place)} never came{after}It was asked for in\n   "
+            f" {request.line}\n{order}A block may have been skipped, or this input takes another"
+            " way through the model"
         )
 
-    def _numbered(self, place: PlaceInOrder) -> str:
+    def _numbered(self, place: _PlaceInOrder) -> str:
         if place.order < 0:
             return place.name
         about = "" if place.name in self._wiring.points else "near "
@@ -335,44 +356,45 @@ class Stops:
 
     # Attaching.
 
-    def _attach(self, asked: Asked, near: PlaceInOrder | None) -> None:
-        """Listens to what is asked for, and where it may have passed, also to what would show that."""
-        if isinstance(asked, HookPoint):
-            if asked not in self._points:
-                self._listen(asked)
-        elif isinstance(asked, PointPart):
-            self._listen_to_part(asked)
-        elif asked not in self._handles:
-            path, what = asked
-            self._openings.open(path.rpartition(".")[0] if what == "output" else path)
-            group = self._places.of_module(path, what).group
-            if group is not None:
-                self._openings.watch(self._wiring.sources_in(*group))
-            module = module_at(self._wiring.model, path)
-            if what == "output":
-                self._handles[asked] = module.register_forward_hook(partial(self._on_output, asked))
-            else:
-                self._handles[asked] = module.register_forward_pre_hook(
-                    partial(self._on_inputs, asked), with_kwargs=True
-                )
-        end = None if near is None else self._places.end_of(near.group)
+    def _attach(self, target: Target) -> None:
+        """Listen at a target, unless a listener is already there."""
+        if isinstance(target, HookPoint):
+            if target not in self._points:
+                self._listen(target)
+        elif isinstance(target, PointPart):
+            touching = Touching(partial(self._on_point, target=target), **target.chosen)
+            touching.check_point(target.hook)
+            self._listen(target.hook, touching)
+        elif target not in self._handles:
+            self._handles[target] = self._listen_to_module(target)
+
+    def _listen_to_module(self, target: tuple[str, str]) -> RemovableHandle:
+        path, what = target
+        self._openings.open(path.rpartition(".")[0] if what == "output" else path)
+        group = self._places.module_place(path, what).group
+        if group is not None:
+            self._openings.watch(self._wiring.sources_in(*group))
+        module = module_at(self._wiring.model, path)
+        if what == "output":
+            return module.register_forward_hook(partial(self._on_output, target))
+        on_inputs = partial(self._on_inputs, target)
+        return module.register_forward_pre_hook(on_inputs, with_kwargs=True)
+
+    def _listen_to_end(self, group: OrderGroup | None) -> None:
+        """Listen after a group, to detect that the model has passed all of it."""
+        end = self._places.end(group)
         if end is not None and end not in self._ends:
             self._ends[end] = Listener("read", self._on_end, self._scope)
             self._wiring.add(end, self._ends[end])
 
-    def _listen_to_part(self, asked: PointPart) -> None:
-        touching = Touching(partial(self._on_point, asked=asked), **asked.chosen)
-        touching.check_point(asked.hook)
-        # Inside of an attention that is opened, others may ask for the whole.
-        self._listen(asked.hook, touching, opens=asked.hook.point.site.kind != "attention")
-
-    def _listen(self, hook: HookPoint, part: Touching | None = None, opens: bool = True) -> None:
+    def _listen(self, hook: HookPoint, part: Touching | None = None) -> None:
         site = hook.point.site
-        # A module inside which the model may wait has to take notice of hooks that come while it runs.
-        inside = site.kind != "output"
-        if opens:
-            self._openings.open(site.path if inside else site.path.rpartition(".")[0])
-        # Of a block that has run nothing else is to come.
+        # A module inside which the model may wait must notice hooks that are added while it runs.
+        # But if an attention is opened, other listeners may request the whole instead of the part.
+        if part is None or site.kind != "attention":
+            outside = site.kind == "output"
+            self._openings.open(site.path.rpartition(".")[0] if outside else site.path)
+        # A block that has run nothing else has nothing pending.
         if not (site.kind == "output" and hook.name.endswith(".hook_resid_post")):
             self._openings.watch(self._wiring.sources_in(hook.point.stack, hook.point.depth))
         self._openings.watch(self._wiring.elements_of(site))
@@ -385,40 +407,47 @@ class Stops:
 
     # The model's side.
 
-    def _stop_at(self, value: Any, end: PlaceInOrder | None = None) -> Stop:
-        """Waits until the body has had its turn; at an end behind which what it waits for does not come."""
+    def _pause(self, value: Any, end: _PlaceInOrder | None = None) -> Stop:
+        """Pause until the body has had its turn. ``end`` is the place at which it became clear that
+        the model missed the request.
+        """
         assert self._waiting is not None and self.coroutine is not None
-        asked, place, line = self._waiting
-        stop = self.here = Stop(asked, place, line, value) if end is None else Stop(("", ""), end, line, value)
-        self._waiting = None
+        request, self._waiting = self._waiting, None
+        if end is not None:
+            request = _BodyRequest(("", ""), end, request.line)
+        stop = self.here = Stop(request, value)
         try:
             self.coroutine.pause()
         finally:
             self.here = None
         return stop
 
-    def _on_point(self, act: Tensor, hook: HookPoint, asked: PointPart | None = None) -> Tensor | None:
-        waited_for = self._waiting is not None and self._waiting[0] is (asked or hook)
-        captured = asked is None and hook in self.captured
+    def _on_point(
+        self, act: Tensor, hook: HookPoint, target: PointPart | None = None
+    ) -> Tensor | None:
+        waited_for = self._waiting is not None and self._waiting.target is (target or hook)
+        captured = target is None and hook in self.captured
         if not waited_for and not captured:
             return None
-        given = new = act.clone()  # what the user holds and what the model holds are two
-        version, replaced = version_of(given), False
+        shown = new = act.clone()  # the user's copy and the model's tensor are separate
+        version, replaced = version_of(shown), False
         if waited_for:
-            stop = self._stop_at(given)
+            stop = self._pause(shown)
             new, replaced = stop.value, stop.replaced
-        if new is given:  # which may have been assigned to itself: run[name] *= 2
-            self.late_edits.add(given, hook.name)
+        if new is shown:  # which may have been assigned to itself: run[name] *= 2
+            self.late_edits.add(shown, hook.name)
         if replaced:
             new = assigned(new, act, hook).clone()
         if captured:
             self.kept[hook] = new
         if new.requires_grad:
             self._keep_gradient(new, hook.name)
-        unchanged = not (replaced or changed_in_place(given, version) or given.requires_grad)
-        if unchanged and given.is_cpu and torch.equal(given, act):
-            return None  # to compare takes less time than another copy
-        if not (replaced or replaces_activation(given, version, act, hook.view, held=True)):
+        if replaced:
+            return new.clone()
+        unchanged = not (changed_in_place(shown, version) or shown.requires_grad)
+        if unchanged and shown.is_cpu and is_readable(shown) and same_bits(shown, act):
+            return None  # a comparison takes less time than another copy
+        if not replaces_activation(shown, version, act, hook.view, held=True):
             return None
         return new.clone()
 
@@ -432,49 +461,76 @@ class Stops:
 
         act.register_hook(keep)
 
-    def _is_awaited(self, asked: Asked) -> bool:
-        return self._waiting is not None and self._waiting[0] == asked and self._scope in CURRENT.get().visible
+    def _on_output(
+        self, target: tuple[str, str], module: nn.Module, args: Args, output: Any
+    ) -> Any:
+        return self._show(target, output)
 
-    def _on_output(self, asked: tuple[str, str], module: nn.Module, args: Args, output: Any) -> Any:
-        return self._show(output) if self._is_awaited(asked) else None
+    def _on_inputs(
+        self, target: tuple[str, str], module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> Any:
+        return self._show(target, (args, kwargs))
 
-    def _on_inputs(self, asked: tuple[str, str], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        if not self._is_awaited(asked):
+    def _show(self, target: tuple[str, str], value: Any) -> Any:
+        """Show the input or output of a module, if the body waits for it; return its replacement,
+        or None.
+        """
+        if self._waiting is None or self._waiting.target != target:
             return None
-        return self._show((args, kwargs))
-
-    def _show(self, value: Any) -> Any:
-        """Shows what a module is given or returns; what it is to be instead, or None."""
-        given = mapped(value, Tensor.clone)
-        before = leaves_now(given)
-        stop = self._stop_at(given)
-        shown = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor)]
+        if self._scope not in CURRENT.get().visible:
+            return None
+        shown = mapped(value, Tensor.clone)
+        stop = self._pause(shown)
+        tensors = [leaf for leaf in leaves(shown) if isinstance(leaf, Tensor)]
         for leaf in leaves(stop.value):
-            if any(leaf is other for other in shown):
-                self.late_edits.add(leaf, stop.place.name)
+            if any(leaf is tensor for tensor in tensors):
+                self.late_edits.add(leaf, stop.request.place.name)
         if stop.replaced:
             return mapped(stop.value, Tensor.clone)
-        return mapped(given, Tensor.clone) if differ(given, before) else None
+        return mapped(shown, Tensor.clone) if differ(shown, value) else None
 
     def end_step(self) -> None:
-        """Called where one forward pass of several ends: what is still waited for never came."""
+        """End one of several forward passes: pending requests can no longer be met."""
         if self._waiting is not None:
-            self._stop_at(None, PlaceInOrder("the end of the step", None, -1))
+            self._pause(None, _PlaceInOrder("the end of the step", None, -1))
         self.detach()
 
     def _on_end(self, act: Tensor, hook: HookPoint) -> None:
-        if self._waiting is not None and has_passed(self._waiting[1], self._places.of(hook)):
-            self._stop_at(None, self._places.of(hook))
+        place = self._places.place(hook)
+        if self._waiting is not None and has_passed(self._waiting.place, place):
+            self._pause(None, place)
 
 
-def _share_a_place(one: Asked, other: Asked | None) -> bool:
-    """Whether a hook point and a module's input or output are at one place: torch looks for hooks there only once."""
-    for point, module in ((one, other), (other, one)):
+def _refuse_same_place(request: _BodyRequest, here: _BodyRequest) -> None:
+    """Reject a second request for the place where the model is paused.
+
+    Raises:
+        OutOfStepError: it is such a request, under another name or for another part.
+    """
+    place = f"the model is at {here.place.name}, for\n    {here.line}\nand"
+    if _share_a_place(request.target, here.target):
+        raise OutOfStepError(
+            f"{place} {request.place.name} is the same place, asked for in\n    {request.line}\nOne"
+            " trace shows it under one of the two"
+        )
+    of_part = isinstance(request.target, PointPart) or isinstance(here.target, PointPart)
+    if of_part and here.place == request.place:
+        raise OutOfStepError(
+            f"{place} shows it once: ask there for all heads, queries or keys that are needed, or"
+            " for the whole"
+        )
+
+
+def _share_a_place(first: Target, second: Target) -> bool:
+    """Tell whether one target is a module's input or output and the other a hook point there; torch
+    collects the hooks of a place only once.
+    """
+    for point, module in ((first, second), (second, first)):
         if isinstance(point, HookPoint) and isinstance(module, tuple):
             site = point.point.site
             return site.path == module[0] and module[1] == _SHOWN.get(site.kind)
     return False
 
 
-#: What of a module is asked for at a site of a kind.
+#: The attribute of a module that is requested at a site of a kind.
 _SHOWN = {"input": "inputs", "output": "output"}

@@ -1,1 +1,1 @@
-"""Where hook points meet torch: the torch hooks and taps that stand while somebody listens."""
+"""Wiring of hook points to torch: the torch hooks and taps that are attached for listeners."""

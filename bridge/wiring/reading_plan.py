@@ -1,7 +1,8 @@
-"""How a run reads many activations at little cost: where it stands is worked out once, and read by one function each.
+"""Plans for reading many activations cheaply: sites are resolved once, with one function per site.
 
-A cache of everything is at hundreds of places. To attach a listener to each hook point, and to ask each time who
-sees what, costs as much as a small model's forward pass. Where nobody changes anything, none of that is needed.
+A full cache reads hundreds of sites. Attaching a listener to each hook point, and checking each
+time which scopes see it, would cost as much as a small model's forward pass. Without editors, none
+of that is needed.
 """
 
 from __future__ import annotations
@@ -17,32 +18,43 @@ from adapters.points import call_number, missing_module_message
 from adapters.views import Args, Kwargs
 from bridge.hooks.context import CURRENT, Scope
 from bridge.hooks.hooks import HookPoint
-from bridge.hooks.modules import NotCopied, argument, element_of
+from bridge.modules import NotCopied, argument, element_of
 from bridge.wiring.site import OwnedHook, SiteHook, add_all, remove_all
 
 
 class ReadSite:
-    """One site that is read: its module, and the hook points that stand there.
+    """A site that is read: its module, and its hook points.
 
     Attributes:
         points: all of them.
-        names: of those that see the site's tensor as it is.
-        views: the others: of these,
-        waiting: name and view of those that can be computed later,
-        at_once: those that cannot.
-        contextual: views look at the call.
+        names: the names of the hook points whose activation is the site's tensor itself.
+        views: the other hook points. Of these,
+        waiting: name and view of hook points that can be computed later,
+        at_once: the remaining ones.
+        contextual: whether views need the module's call.
     """
 
     __slots__ = (
-        "at_once", "before", "call", "contextual", "key", "module", "names", "points", "site", "views", "waiting",
-    )  # fmt: skip
+        "at_once",
+        "before",
+        "call",
+        "contextual",
+        "key",
+        "module",
+        "names",
+        "points",
+        "site",
+        "views",
+        "waiting",
+    )
 
     def __init__(self, site: SiteHook, module: nn.Module, points: Sequence[HookPoint]) -> None:
         self.site, self.module = site, weakref.ref(module)
         self.points = tuple(points)
         self.names = tuple([point.name for point in points if point.view.identity])
         self.views = tuple([point for point in points if not point.view.identity])
-        self.waiting = tuple([(point.name, point.view) for point in self.views if point.view.can_wait])
+        waiting = [point for point in self.views if point.view.can_wait]
+        self.waiting = tuple([(point.name, point.view) for point in waiting])
         self.at_once = tuple([point for point in self.views if not point.view.can_wait])
         self.contextual = any(point.view.contextual for point in self.views)
         self.key = site.site.key
@@ -50,15 +62,16 @@ class ReadSite:
         self.before = site.site.kind == "input"
 
 
-#: What is called with what passed a place: it, the tensor, and the call: module, args, kwargs.
+#: A function that is called with the tensor at a site and the call: tensor, module, args, kwargs.
 Keep = Callable[[ReadSite, Tensor, nn.Module, Args, Kwargs], None]
 
 
 class _Turn:
-    """Whose turn it is to use the hooks of all places.
+    """A lock: at most one reader uses the hooks of all sites at a time.
 
     Attributes:
-        reading: who is given what passes now, and the scope that the run sees; None: no run uses them.
+        reading: the reader that currently receives the tensors, and the scope that its run sees;
+            None if no run uses the hooks.
     """
 
     __slots__ = ("reading",)
@@ -68,11 +81,11 @@ class _Turn:
 
 
 class ReadingHook(NotCopied):
-    """The torch hook at one place. Runs use it one after the other.
+    """The torch hook at one site. Runs use it one after the other.
 
     Args:
-        place: the place; None in a copy, which does nothing.
-        turn: of all hooks that the same run uses.
+        place: the site; None in a copied model, where the hook does nothing.
+        turn: the lock shared by all hooks that the same run uses.
     """
 
     __slots__ = ("place", "turn")
@@ -83,30 +96,35 @@ class ReadingHook(NotCopied):
         self.turn = _Turn() if turn is None else turn
 
     def on_output(self, module: nn.Module, args: Args, *rest: Any) -> None:
-        """The forward hook: see `SiteHandler.on_output`."""
+        """Read the output, as a forward hook; see `SiteHandler.on_output`."""
         reading, context = self.turn.reading, CURRENT.get()
         if reading is None or reading[1] not in context.visible:
             return  # another thread's run, which may also have ended by now
         place = self.place
-        if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
-            output, kwargs = rest[-1], rest[0] if len(rest) > 1 else {}
+        if place.call is None or (
+            context.run is not None and context.run.is_call(module, place.call)
+        ):
+            output = rest[-1]
+            kwargs = rest[0] if len(rest) > 1 else {}
             x = output if isinstance(output, Tensor) else element_of(output, int(place.key or 0))
             reading[0](place, x, module, args, kwargs)
 
     def on_input(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> None:
-        """The forward pre-hook."""
+        """Read the input, as a forward pre-hook."""
         reading, context = self.turn.reading, CURRENT.get()
         if reading is None or reading[1] not in context.visible:
             return
         place = self.place
-        if place.call is None or (context.run is not None and context.run.is_call(module, place.call)):
+        if place.call is None or (
+            context.run is not None and context.run.is_call(module, place.call)
+        ):
             plain = place.key is None and args and isinstance(args[0], Tensor)
             x = args[0] if plain else argument(module, args, kwargs or {}, place.key)[0]
             reading[0](place, x, module, args, kwargs or {})
 
 
 class ReadingPlan:
-    """Where a run stands that reads certain hook points.
+    """The sites of a run that reads certain hook points.
 
     Args:
         points: the hook points.
@@ -114,26 +132,29 @@ class ReadingPlan:
 
     Attributes:
         points: the hook points.
-        others: those that are read as by any listener: inside of a forward, with the help of another site, where a
-            module of the user's calls them, or where each process has a part.
+        others: hook points read by ordinary listeners: points inside a forward, points that need
+            another site, points called by a user's module, and points whose tensor is sharded.
     """
 
-    def __init__(self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]) -> None:
+    def __init__(
+        self, points: Sequence[HookPoint], sites: Mapping[HookPoint, SiteHook | None]
+    ) -> None:
         self.points = list(points)
         self.others: list[HookPoint] = []
-        at: dict[SiteHook, list[HookPoint]] = {}
+        by_site: dict[SiteHook, list[HookPoint]] = {}
         for point in points:
             site = sites[point]
             if site is None or point.sources or site.module is None or not site.reads_plainly:
                 self.others.append(point)
             else:
-                at.setdefault(site, []).append(point)
-        #: The modules that led to the places, and what was in each. A plan keeps none of them alive.
+                by_site.setdefault(site, []).append(point)
+        #: The modules on the paths to the sites, and their children. A plan keeps none of them
+        #: alive.
         self._holders: dict[int, tuple[weakref.ref[nn.Module], list[int]]] = {}
         self._lasting = True
-        self._places = [ReadSite(site, self._find(site), at[site]) for site in at]
+        self._places = [ReadSite(site, self._find(site), read) for site, read in by_site.items()]
         self._modules = [place.module for place in self._places]
-        #: Hooks for all places that no run uses now: runs of several threads have some each.
+        #: Unused hooks for all sites: runs of several threads have separate ones.
         self._idle: list[tuple[_Turn, list[OwnedHook]]] = []
 
     def _find(self, site: SiteHook) -> nn.Module:
@@ -145,9 +166,10 @@ class ReadingPlan:
 
     @property
     def holds(self) -> bool:
-        """Whether every module still stands where it was found.
+        """Tell whether every module is unchanged since the plan was made.
 
-        Each is held by another one or at a place: while all these live, none of their numbers is another module's.
+        Each module is referenced by its parent or at a site; while all are alive, their ids are
+        unique.
         """
         if not self._lasting:
             return False
@@ -159,7 +181,7 @@ class ReadingPlan:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody else is at these places, who might change what is read."""
+        """Tell whether these sites have no other users, who might change the activations."""
         for place in self._places:
             site = place.site
             if site.points or site.watchers or site.readers:
@@ -168,16 +190,17 @@ class ReadingPlan:
 
     @contextmanager
     def attached(self, keep: Keep, scope: Scope | None) -> Iterator[None]:
-        """Reads inside a ``with`` statement, in runs that see a scope.
+        """Read inside a ``with`` statement, in runs that see a scope.
 
         Args:
-            keep: is given what is read. It may keep the tensor, and must not change it.
+            keep: receives what is read. It may keep the tensor, but must not change it.
             scope: the scope; None: all runs see it.
         """
-        found = [module() for module in self._modules]
-        if None in found:
-            raise RuntimeError(missing_module_message(self._places[found.index(None)].site.site.path))
-        modules = cast(list[nn.Module], found)
+        live = [module() for module in self._modules]
+        if None in live:
+            missing = self._places[live.index(None)].site.site
+            raise RuntimeError(missing_module_message(missing.path))
+        modules = cast(list[nn.Module], live)
         try:
             turn, hooks = self._idle.pop()
         except IndexError:
@@ -192,8 +215,9 @@ class ReadingPlan:
             self._idle.append((turn, hooks))
 
     def _new_hooks(self) -> tuple[_Turn, list[OwnedHook]]:
-        turn, made = _Turn(), []
+        turn, hooks = _Turn(), []
         for place in self._places:
             hook = ReadingHook(place, turn)
-            made.append(OwnedHook(id(hook), hook.on_input if place.before else hook.on_output, place.before))
-        return turn, made
+            function = hook.on_input if place.before else hook.on_output
+            hooks.append(OwnedHook(id(hook), function, place.before))
+        return turn, hooks

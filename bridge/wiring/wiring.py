@@ -1,23 +1,26 @@
-"""`Wiring`: where hook points meet torch, with one torch hook for each site that somebody listens to.
+"""`Wiring`: the connection of hook points to torch, with one torch hook for each site in use.
 
-What comes in are listeners at hook points, and what their adapter declares of these: the site, a path into the model,
-and what to read there. What goes out is a model with exactly the torch hooks that those listeners need, and, when
-they are gone, the model as it was.
+Input: listeners at hook points, and the adapter's declaration of each point: the site, a path into
+the model, and what to read there. Output: a model with exactly the torch hooks that those listeners
+need; without listeners, the unchanged model.
 
-1. *Place.* Each declared point gets a home (`place`): the `SiteHook` of a module's input or output, which several
-   points may share, or a tap for what lies inside of a forward (`TAPS`). Nothing is attached by that.
-2. *Add.* The first listener at a point connects it (`add`, `_connect`): its torch hook or its tap, those of the sites
-   that its view needs besides, and the points that follow it. The last one to go takes them away (`remove`), by
-   handle. Hooks of a scope come and go together (`scoped`).
-3. *Read many.* A cache of everything is at hundreds of places, and to ask at each who sees what costs as much as a
-   small model's pass. Where nobody changes anything, a `ReadingPlan` knows all places, and is used again (`reading`).
-4. *Direct calls.* While somebody may change something, a call of the Hugging Face model itself has to be told apart
-   as a pass (`PassBoundary`), compiled code has to stand aside, and blocks that backward computes again bring their
-   hooks along: all in `bridge.wiring.compiled`.
+1. *Place.* Each declared point is assigned (`place`) to the `SiteHook` of a module's input or
+   output, which several points may share, or to a tap for activations inside a forward (`TAPS`).
+   This attaches nothing.
+2. *Add.* The first listener at a point connects it (`add`, `_connect`): its torch hook or its tap,
+   those of other sites that its view needs, and the points that follow it. Removing the last one
+   disconnects it (`remove`), by handle. Hooks of a scope are added and removed together (`scoped`).
+3. *Read many.* A full cache reads hundreds of sites, and checking the scopes at each would cost as
+   much as a small model's pass. Without editors, a `ReadingPlan` holds all sites, and is reused
+   (`reading`).
+4. *Direct calls.* While a listener may change activations, a call of the Hugging Face model itself
+   must be recognised as a pass (`PassBoundary`), compiled code must be disabled, and recomputed
+   blocks must repeat their hooks: see `bridge.wiring.compiled`.
 
-Refused: hooks that one run cannot serve together (`check_clash`); a module that was replaced while hooks were on it,
-or that stands at two places; attaching from within compiled code. Not known here: what a run takes and returns,
-tokens, families of models. What processes share is asked of `sharing`, which a model in one process does not have.
+Errors: hooks that cannot be combined in one run (`check_clash`); a module that was replaced while
+hooks were on it, or that is used at two places; attaching from within compiled code. This file does
+not depend on the inputs and results of runs, on tokens, or on model families. `sharing` handles
+models that processes share.
 """
 
 from __future__ import annotations
@@ -30,19 +33,23 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from adapters.norms import weights_path
 from adapters.points import Point, Site, base_path, core_of, core_path, has_module
 from adapters.spread import Layout, refuse_context_parallel
+from adapters.tuners import holder_of_parameters
 from adapters.views import Branch
 from bridge.hooks.context import CURRENT, Listener, Scope, open_scope
 from bridge.hooks.hooks import AttachesListeners, HookPoint, LeaderEdit
-from bridge.hooks.modules import Finder, TokenEmbedding, check_places
+from bridge.hooks.recomputation import region_numbers
+from bridge.modules import Finder, TokenEmbedding, check_places
 from bridge.sharing import Sharing
-from bridge.taps.attention import AttentionTap
+from bridge.taps.attention_tap import AttentionTap
 from bridge.taps.experts import BatchedExpertsWatch, ExpertsWatch, RouterWatch
 from bridge.taps.recurrence import MixerWatch
 from bridge.taps.taps import LOCK, CallWatch, Tap, noop_hook
-from bridge.wiring.compiled import CheckpointedBlocks, ForcedEager, PassBoundary, refuse_inside_compiled
+from bridge.wiring.compiled import ForcedEager, PassBoundary, refuse_inside_compiled
 from bridge.wiring.reading_plan import Keep, ReadingPlan
+from bridge.wiring.repeated import CheckpointedBlocks, refuse_repeated_call
 from bridge.wiring.site import (
     CallCounter,
     OwnedHook,
@@ -56,21 +63,24 @@ T = TypeVar("T")
 
 
 class Wiring(AttachesListeners):
-    """All hook points of one model, and the torch hooks that serve them.
+    """The hook points of one model, and the torch hooks that serve them.
 
     Args:
         model: the Hugging Face model.
-        points: what its adapter declares.
+        points: the declarations of its adapter.
         make: the class of its hook points.
-        layout: how the model is spread over processes; None where it is not.
+        layout: how the model is spread over processes; None if it is not.
 
     Attributes:
         points: the hook points by name, in the order of the computation.
-        embedding: finds the token embeddings.
-        calls: counts those of modules that run several times.
-        sharing: what processes that share the model do together; None where one has it alone.
-        tapped: the kind of tap that stands on a module, by its path.
+        embedding: returns the token embeddings.
+        calls: counts the calls of modules that run several times.
+        sharing: the coordination of processes that share the model; None in one process.
+        tapped: the kind of tap on a module, by its path.
+        listening: how many hook points and plans are connected.
     """
+
+    of_model = True
 
     def __init__(
         self,
@@ -90,168 +100,214 @@ class Wiring(AttachesListeners):
         self._homes: dict[HookPoint, SiteHook | None] = {}
         self._taps: dict[HookPoint, Tap] = {}
         self._following: dict[tuple[HookPoint, Scope | None], list[Callable[[], None]]] = {}
-        self._siblings: dict[tuple[str, str], tuple[SiteHook, ...]] = {}
         self._finders: dict[str, Finder] = {}
-        self._sources: dict[tuple[str, int], tuple[SiteHook, ...]] = {}
-        self._connected = 0
+        self.listening = 0
         self._editors = 0
-        self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
-        self._plans: deque[ReadingPlan] = deque(maxlen=4)
+        self._clear_caches()
         for order, point in enumerate(points):
             self.place(make(point, order, self))
-        blocks = [hook.point.site.path for name, hook in self.points.items() if name.endswith("hook_resid_pre")]
-        stacks = dict.fromkeys(
-            [base_path(model), *(path.rsplit(".", 2)[0] if path.count(".") > 1 else "" for path in blocks)]
-        )
+        self.embedding = TokenEmbedding(core_of(model))
+        self._find_blocks()
+
+    def _find_blocks(self) -> None:
+        """Find the blocks, their lists and their stacks. (A call of a stack is a pass.)
+
+        Raises:
+            ValueError: one module is at two places.
+        """
+        model, hooks = self.model, self.points.values()
+        blocks = [hook.point.site.path for hook in hooks if hook.name.endswith("hook_resid_pre")]
+        stacks = [base_path(model)]
+        stacks += [path.rsplit(".", 2)[0] if path.count(".") > 1 else "" for path in blocks]
+        self._blocks = finders_at(model, blocks)
+        self._lists = finders_at(model, [path.rpartition(".")[0] for path in blocks])
+        self._members = sum(len(finder.module._modules) for finder in self._lists)
         self._boundary = PassBoundary(
-            [Finder(model, path) for path in stacks],
-            CheckpointedBlocks([Finder(model, path) for path in (*stacks, *blocks)], self),
+            finders_at(model, stacks),
+            CheckpointedBlocks(finders_at(model, [*stacks, *blocks]), self),
             ForcedEager(Finder(model, core_path(model))),
             self._check_direct_call,
             self.has_unseen_hooks,
         )
-        self.embedding = TokenEmbedding(core_of(model))
-        self._blocks = [Finder(model, path) for path in blocks]
-        self._lists = [Finder(model, path) for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks)]
-        inside = dict.fromkeys(hook.point.site.path for hook in self.points.values() if hook.point.stack)
-        check_places([Finder(model, path) for path in inside if path and has_module(model, path)])
+        inside = [hook.point.site.path for hook in hooks if hook.point.stack]
+        inside = [path for path in inside if path and has_module(model, path)]
+        check_places(finders_at(model, inside))
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """Return the model."""
         return self._model.root
 
     def place(self, hook: HookPoint) -> None:
-        """Takes in a hook point, and finds its sites, as its `point` says."""
+        """Register a hook point, and resolve its sites as its `point` declares them."""
         point = hook.point
         self.points[hook.name] = hook
         self._homes[hook] = None if point.site.kind in TAPS else self._site(point.site)
         if point.site.kind in TAPS:
             self.tapped[point.site.path] = point.site.kind
         hook.sources = tuple([self._site(source) for source in point.sources])
+        hook.weights = self.finder(weights_path(point))
         self.calls.add(self.model, [site.path for site in (point.site, *point.sources)])
-        self._by_block.clear()
-        self._siblings.clear()
-        self._sources.clear()
-        self._plans.clear()
+        self._clear_caches()
 
     def adopt(self, hook: HookPoint) -> None:
-        """Takes in a hook point that a module of the user's calls itself: there is no torch hook behind it."""
+        """Register a hook point that a user's module calls itself, without a torch hook."""
         self.points[hook.name] = hook
         self._homes[hook] = SiteHook(hook.point.site)
-        self._by_block.clear()
-        self._plans.clear()
+        self._clear_caches()
 
     def insert(self, hook: HookPoint, behind: HookPoint) -> None:
-        """Takes in a hook point that comes right behind another one, and behind what stands on that already."""
+        """Register a hook point directly after another one and that one's followers."""
         with self.lock:
             self.place(hook)
             order_behind(self.points, hook, behind)
 
     def remove_point(self, hook: HookPoint) -> None:
-        """Takes a hook point out again, with the hooks on it."""
+        """Unregister a hook point, with its hooks."""
         with self.lock:
             self.remove(hook, hook.listeners)
             del self.points[hook.name], self._homes[hook]
-            self._by_block.clear()
-            self._sources.clear()
-            self._plans.clear()
+            self._clear_caches()
+
+    def _clear_caches(self) -> None:
+        """Clear everything that was computed from the current hook points."""
+        self._by_block: dict[tuple[str, int], list[HookPoint]] = {}
+        self._siblings: dict[tuple[str, str], tuple[SiteHook, ...]] = {}
+        self._sources: dict[tuple[str, int], tuple[SiteHook, ...]] = {}
+        self._plans: deque[ReadingPlan] = deque(maxlen=4)
+
+    def check_registered(self, hook: HookPoint) -> None:
+        """Check that a hook point of this bridge was not removed.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        if hook not in self._homes and hook.is_attached_by(self):
+            raise RuntimeError(
+                f"{hook.name} was removed, by remove_basis or at the end of `with"
+                " bridge.basis(...)`: add the basis again. Where backward computes blocks again"
+                " (activation checkpointing), run backward before the basis is removed"
+            )
 
     def _check_direct_call(self) -> None:
-        """As `check_in_place`, where the model is called directly: all processes have to."""
+        """Check the hooked modules at a direct call of the model; all processes must call it."""
         self.check_in_place()
         refuse_context_parallel()
+        refuse_repeated_call(self)
         if self.sharing is not None:
             self.sharing.meet("the model's own call, where hooks are attached,")
 
     def check_in_place(self) -> None:
-        """Looks whether what hooks are attached to is still what stands there.
+        """Check that the modules with hooks were not replaced.
 
         Raises:
-            RuntimeError: a module was replaced while hooks were on it.
+            RuntimeError: a module was replaced while hooks were on it, or blocks were added.
             ValueError: one module is at two places in the list of blocks.
         """
         blocks: set[nn.Module | None] = set()
-        for held in self._lists:
-            blocks.update(held.module._modules.values())
-        if len(blocks) != len(self._blocks):  # one stands twice, or is gone
+        members = 0
+        for finder in self._lists:
+            members += len(finder.module._modules)
+            blocks.update(finder.module._modules.values())
+        if members > self._members:
+            raise RuntimeError(
+                f"the model has {members - self._members} more blocks than when the bridge was"
+                " made, without hook points: make a new bridge of it, TransformerBridge(model)"
+            )
+        if len(blocks) != len(self._blocks):  # a module appears twice, or is gone
             check_places(self._blocks)
         if not self._editors:
-            return  # what only looks is attached for one run, a moment before
+            return  # read-only listeners are attached for one run, a moment before
         with self.lock:  # other threads may attach hooks meanwhile
             moved = [hook.site.path for hook in self._attached if not hook.is_in_place]
             for point, tap in self._taps.items():
-                if self.finder(point.point.site.path).module is not tap.module:
+                tapped = holder_of_parameters(self.finder(point.point.site.path).module)
+                if tapped is not tap.module:
                     moved.append(point.point.site.path)
-        for path in moved:
+        if moved:
             raise RuntimeError(
-                f"the module at {path!r} was replaced while hooks were on it, so they would not be called: replace "
-                "modules first, and attach hooks then"
+                f"the module at {moved[0]!r} was replaced while hooks were on it, so they would not"
+                " be called: replace modules first, and attach hooks then"
             )
 
-    def compared(self, make: Callable[[], T], given: Tensor, point: HookPoint) -> T:
-        return make() if self.sharing is None else self.sharing.compared(make, given, point.name)
+    def compared(self, make: Callable[[], T], gradient: Tensor, point: HookPoint) -> T:
+        if self.sharing is None:
+            return make()
+        return self.sharing.compared(make, gradient, point.name)
 
     def has_unseen_hooks(self) -> bool:
-        """Whether hooks of a ``with`` statement are attached that the present code does not see."""
+        """Tell whether hooks of a ``with`` statement are attached that are not visible to the
+        current code.
+        """
         visible = CURRENT.get().visible
-        active = [listener for point in self.points.values() for listener in point.listeners if listener.kind != "read"]
-        return any(one.scope is not None and not one.scope.of_one_run and one.scope not in visible for one in active)
+        for point in self.points.values():
+            for listener in point.listeners:
+                scope = listener.scope
+                if scope is None or scope.of_one_run or listener.kind == "read":
+                    continue
+                if scope not in visible:
+                    return True
+        return False
 
-    @property
-    def listening(self) -> bool:
-        """Whether anyone listens to anything."""
-        return self._connected > 0
+    def attached_scopes(self) -> set[Scope | None]:
+        """Return the scopes that listeners belong to; None represents added hooks."""
+        return {listener.scope for point in self._homes for listener in point.listeners}
 
     def add(self, point: HookPoint, listener: Listener, prepend: bool = False) -> None:
-        """Attaches a listener, and the torch hook it needs if nobody needed it yet.
+        """Attach a listener, and the torch hook that it needs.
 
         Raises:
             ValueError: see `check_clash`; nothing is attached then.
+            RuntimeError: the hook point was removed.
         """
         refuse_inside_compiled()
+        self.check_registered(point)
         with self.lock:
             declared = point.point
-            if listener.kind != "read" and (declared.separate_consumers or declared.flag is not None):
-                check_clash(point, listener, partial(self._in_block, declared.stack, declared.depth))
+            edits = listener.kind != "read"
+            if edits and (declared.separate_consumers or declared.flag is not None):
+                in_block = partial(self._points_in_block, declared.stack, declared.depth)
+                check_clash(point, listener, in_block)
             if not point.listeners:
                 self._connect(point)
             point.add_listener(listener, prepend)
-            if listener.kind != "read":
+            if edits:
                 self._count_editor(listener, 1)
                 if (home := self._homes[point]) is not None and len(home.points) > 1:
                     home.listeners_changed()
+                if home is not None and listener.kind in _GRADIENT_KINDS:
+                    home.precede()
                 if declared.linked or declared.separate_consumers:
                     self._connect_followers(point, listener)
 
     def remove(self, point: HookPoint, gone: Iterable[Listener]) -> None:
-        """Removes listeners, and the torch hook if nobody is left. Those that are not there are ignored."""
+        """Remove listeners, and unused torch hooks. Listeners that are not attached are ignored."""
         with self.lock:
-            left_out = set(gone)
-            there = [listener for listener in point.listeners if listener in left_out]
-            if not there:
+            leaving = set(gone)
+            removed = [listener for listener in point.listeners if listener in leaving]
+            if not removed:
                 return
-            point.keep_listeners([listener for listener in point.listeners if listener not in left_out])
-            for listener in there:
+            point.keep_listeners([other for other in point.listeners if other not in leaving])
+            for listener in removed:
                 if listener.kind != "read":
                     self._count_editor(listener, -1)
-            left = point.listeners
             if self._following:
-                self._disconnect_followers(point, left)
-            if not left:
+                self._disconnect_followers(point)
+            if not point.listeners:
                 self._disconnect(point)
             elif (home := self._homes[point]) is not None and len(home.points) > 1:
                 home.listeners_changed()
 
     @contextmanager
     def scoped(self, members: Sequence[tuple[HookPoint, Listener]], scope: Scope) -> Iterator[None]:
-        """Attaches listeners for the runs that start inside a ``with`` statement, and for those alone.
+        """Attach listeners only for the runs that start inside a ``with`` statement.
 
         Args:
             members: the hook points and their listeners.
-            scope: what the listeners belong to.
+            scope: the scope of the listeners.
         """
         refuse_inside_compiled()
+        scope.opened_in = region_numbers()
         scope.members.extend(members)
         self.attach_scope(scope)
         try:
@@ -260,43 +316,34 @@ class Wiring(AttachesListeners):
         finally:
             self.detach_scope(scope)
 
-    def listen(self, points: Iterable[HookPoint], listener: Listener) -> None:
-        """Attaches a listener that only looks to many points."""
+    @contextmanager
+    def reading(
+        self, points: Sequence[HookPoint], listener: Listener, keep: Keep
+    ) -> Iterator[None]:
+        """Listen to many points inside a ``with`` statement, for runs that see the listener's
+        scope.
+
+        Args:
+            points: the hook points.
+            listener: attached at sites with a tap, and at sites with other users, who may change
+                the activation.
+            keep: called with the tensors at all other sites.
+        """
         refuse_inside_compiled()
-        attached: list[HookPoint] = []
+        listening: list[HookPoint] = []
         connected: HookPoint | None = None
-        with self.lock:
-            try:
-                for point in points:
+        quick = False
+        try:
+            with self.lock:
+                plan = self._plan(points)
+                quick = not self._attached or plan.is_free
+                self.listening += quick
+                for point in plan.others if quick else points:
                     if not point.listeners:
                         self._connect(point, connected)
                         connected = point
                     point.add_listener(listener)
-                    attached.append(point)
-            except BaseException:
-                self.stop_listening(attached, listener)
-                raise
-
-    @contextmanager
-    def reading(self, points: Sequence[HookPoint], listener: Listener, keep: Keep) -> Iterator[None]:
-        """Listens to many points inside a ``with`` statement, for runs that see the listener's scope.
-
-        Args:
-            points: the hook points.
-            listener: attached where somebody else stands too, who may change what is read, or a tap does.
-            keep: is given what passes all other places.
-        """
-        refuse_inside_compiled()
-        with self.lock:
-            plan = next((plan for plan in self._plans if plan.points == points and plan.holds), None)
-            if plan is None:
-                plan = ReadingPlan(points, self._homes)
-                self._plans.append(plan)
-            quick = not self._attached or plan.is_free
-            others = plan.others if quick else points
-            self.listen(others, listener)
-            self._connected += quick
-        try:
+                    listening.append(point)
             with (
                 self.calls.counted() if self.calls.modules else nullcontext(),
                 plan.attached(keep, listener.scope) if quick else nullcontext(),
@@ -304,64 +351,82 @@ class Wiring(AttachesListeners):
                 yield
         finally:
             with self.lock:
-                self.stop_listening(others, listener)
-                self._connected -= quick
+                self.listening -= quick
+                for point in listening:
+                    point.keep_listeners([x for x in point.listeners if x is not listener])
+                    if not point.listeners:
+                        self._disconnect(point)
 
-    def stop_listening(self, points: Iterable[HookPoint], listener: Listener) -> None:
-        """Removes what `listen` attached."""
-        with self.lock:
-            for point in points:
-                point.keep_listeners([other for other in point.listeners if other is not listener])
-                if not point.listeners:
-                    self._disconnect(point)
+    def _plan(self, points: Sequence[HookPoint]) -> ReadingPlan:
+        """Return a plan for reading these points: an earlier one that still holds, or a new one."""
+        for plan in self._plans:
+            if plan.points == points and plan.holds:
+                return plan
+        plan = ReadingPlan(points, self._homes)
+        self._plans.append(plan)
+        return plan
 
     def finder(self, path: str) -> Finder:
-        """What finds the module at a path."""
+        """Return the finder of the module at a path."""
         if path not in self._finders:
             self._finders[path] = Finder(self.model, path)
         return self._finders[path]
 
     def sources_in(self, stack: str, depth: int) -> tuple[SiteHook, ...]:
-        """The sites whose tensors the views of a block's points need."""
+        """Return the sites whose tensors the views of a block's points need."""
         with self.lock:
-            found = self._sources.get((stack, depth))
-            if found is None:
-                sites = [source for point in self._in_block(stack, depth) for source in point.point.sources]
-                found = self._sources[stack, depth] = tuple([self._sites[site] for site in dict.fromkeys(sites)])
-            return found
+            sources = self._sources.get((stack, depth))
+            if sources is None:
+                unique: dict[SiteHook, None] = {}
+                for point in self._points_in_block(stack, depth):
+                    unique.update((self._sites[site], None) for site in point.point.sources)
+                sources = self._sources[stack, depth] = tuple(unique)
+            return sources
 
     def elements_of(self, site: Site) -> tuple[SiteHook, ...]:
-        """The sites of all elements of what a module returns, or is given; none where there is one alone."""
+        """Return the sites of all elements of a module's output or input; empty if there is only
+        one.
+        """
         with self.lock:
             if not self._siblings:
                 for other in self._sites.values():
                     key = other.site.path, other.site.kind
                     self._siblings[key] = (*self._siblings.get(key, ()), other)
-            found = self._siblings.get((site.path, site.kind), ())
-        return found if len(found) > 1 else ()
+            elements = self._siblings.get((site.path, site.kind), ())
+        return elements if len(elements) > 1 else ()
 
     def _connect(self, point: HookPoint, before: HookPoint | None = None) -> None:
-        """Attaches what a hook point needs; the one `before` it was connected just now."""
+        """Attach what a hook point needs; the point `before` it was just connected."""
         if self.calls.modules:
             self.calls.change(1)
         if (home := self._homes[point]) is None:
-            site = point.point.site
-            same = before is not None and (before.point.site.path, before.point.site.kind) == (site.path, site.kind)
-            with LOCK:  # another bridge around the model may be about to take its tap away
-                tap = self._taps[before] if same and before else tap_on(site.kind, self.finder(site.path).module)
-                if self.sharing is not None and (shared := self.sharing.tensor_at(site)) is not None:
-                    shared.check_in_place(tap.module)
-                    tap.shared[str(site.key)] = shared
-                self._taps[point] = tap
-                tap.connect(str(site.key), point)
+            self._connect_to_tap(point, before)
         else:
             home.add(point)
         for source in point.point.sources:
             self._sites[source].watch(1)
-        self._connected += 1
+        self.listening += 1
+
+    def _connect_to_tap(self, point: HookPoint, before: HookPoint | None) -> None:
+        """Connect a point to the tap on its module, which may be the tap of the point `before`."""
+        site = point.point.site
+        with LOCK:  # another bridge around the model may be about to remove its tap
+            tap: Tap | None = None
+            if before is not None:
+                last = before.point.site
+                if last.path == site.path and last.kind == site.kind:
+                    tap = self._taps[before]
+            if tap is None:
+                tap = tap_on(site.kind, self.finder(site.path).module)
+            shared = None if self.sharing is None else self.sharing.tensor_at(site)
+            if shared is not None:
+                shared.check_in_place(tap.module)
+                tap.shared[str(site.key)] = shared
+            self._taps[point] = tap
+            tap.connect(str(site.key), point)
 
     def _disconnect(self, point: HookPoint) -> None:
-        self._connected -= 1
+        self.listening -= 1
         if self.calls.modules:
             self.calls.change(-1)
         if (home := self._homes[point]) is None:
@@ -385,7 +450,9 @@ class Wiring(AttachesListeners):
         return hook
 
     def _count_editor(self, listener: Listener, by: int) -> None:
-        """Direct calls of the model have to be told apart as passes while anyone may change something."""
+        """Count a listener that edits: while there is one, direct calls of the model must be
+        told apart as passes.
+        """
         if listener.scope is None:
             self.changes += 1
         elif listener.scope.of_one_run:
@@ -397,44 +464,62 @@ class Wiring(AttachesListeners):
             self._boundary.detach()
 
     def _connect_followers(self, point: HookPoint, listener: Listener) -> None:
-        """Connects the points that take over what this one makes (`Point.linked`, `Point.separate_consumers`)."""
-        separate_consumers = point.point.separate_consumers if listener.kind in ("bwd", "edge") else ()
+        """Connect the points that receive this one's result (`Point.linked`,
+        `Point.separate_consumers`).
+        """
+        separate_consumers: tuple[str, ...] = ()
+        if listener.kind in _GRADIENT_KINDS:
+            separate_consumers = point.point.separate_consumers
         key = (point, listener.scope)
         if not (point.point.linked or separate_consumers) or key in self._following:
             return
-        following: list[Callable[[], None]] = []
+        undo: list[Callable[[], None]] = []
         for follower in point.point.linked:
             takes_over = Listener("leader", LeaderEdit(point.name, follower), listener.scope)
             other = self.points[follower.name]
             self.add(other, takes_over, prepend=True)
-            following.append(partial(self.remove, other, (takes_over,)))
+            undo.append(partial(self.remove, other, (takes_over,)))
         sites = [self.points[name].point.site for name in separate_consumers]
         fused = len(set(sites)) < len(sites)
         for name, site in zip(separate_consumers, sites, strict=True):
             hook = self._site(site if fused else Site(site.path, "input"))
-            following.append(hook.claim(self.points[name]))
-        self._following[key] = following
+            undo.append(hook.claim(self.points[name]))
+        self._following[key] = undo
 
-    def _disconnect_followers(self, point: HookPoint, left: tuple[Listener, ...]) -> None:
-        kinds = ("bwd", "edge") if point.point.separate_consumers else ("fwd", "bwd", "edge", "follow", "leader")
-        needed = {listener.scope for listener in left if listener.kind in kinds}
-        for key in [key for key in self._following if key[0] is point and key[1] not in needed]:
-            for remove in self._following.pop(key):
-                remove()
+    def _disconnect_followers(self, point: HookPoint) -> None:
+        kinds = _GRADIENT_KINDS if point.point.separate_consumers else _EDITING_KINDS
+        needed = {listener.scope for listener in point.listeners if listener.kind in kinds}
+        for key in list(self._following):
+            leader, scope = key
+            if leader is point and scope not in needed:
+                for undo in self._following.pop(key):
+                    undo()
 
-    def _in_block(self, stack: str, depth: int) -> list[HookPoint]:
+    def _points_in_block(self, stack: str, depth: int) -> list[HookPoint]:
         if not self._by_block:
             for hook in self.points.values():
                 self._by_block.setdefault((hook.point.stack, hook.point.depth), []).append(hook)
         return self._by_block.get((stack, depth), [])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which tap is for which kind of site that is not simply a module's input or output.
-# ----------------------------------------------------------------------------------------------------------------------
+#: The listeners that are given gradients.
+_GRADIENT_KINDS = ("bwd", "edge")
+#: The listeners that may change activations or gradients.
+_EDITING_KINDS = (*_GRADIENT_KINDS, "fwd", "follow", "leader")
 
 
-#: The tap for each kind of site that is not simply a module's input or output, or what such a tap sees a call with.
+def finders_at(model: nn.Module, paths: Iterable[str]) -> list[Finder]:
+    """Return the finder of each module at some paths, once for each path."""
+    return [Finder(model, path) for path in dict.fromkeys(paths)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The tap for each kind of site other than a module's input or output.
+# --------------------------------------------------------------------------------------------------
+
+
+#: The tap for each kind of site other than a module's input or output, or the watch of such a tap
+#: on a call.
 TAPS: dict[str, type[Tap] | type[CallWatch]] = {
     "attention": AttentionTap,
     "softmax": AttentionTap,
@@ -446,95 +531,103 @@ TAPS: dict[str, type[Tap] | type[CallWatch]] = {
 
 
 def tap_on(kind: str, module: nn.Module) -> Tap:
-    """The tap of this kind on a module: the one that another bridge around the model has put there, or a new one."""
-    there, kept = module.__dict__.get("forward"), TAPS[kind]
-    if isinstance(there, Tap) and kept in (type(there), there.watch):
-        return there
-    return kept(module) if issubclass(kept, Tap) else Tap(module, kept)
+    """Return the tap of this kind on a module: another bridge's, or a new one."""
+    module = holder_of_parameters(module)
+    present, new = module.__dict__.get("forward"), TAPS[kind]
+    if isinstance(present, Tap) and new in (type(present), present.watch):
+        return present
+    return new(module) if issubclass(new, Tap) else Tap(module, new)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Hook points that one run cannot serve together.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Hook points that cannot be combined in one run.
+# --------------------------------------------------------------------------------------------------
 
 
-def check_clash(point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]) -> None:
-    """Refuses what one run cannot give.
+def check_clash(
+    point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]
+) -> None:
+    """Reject hooks that one run cannot combine.
 
     Args:
         point: the hook point.
-        listener: what is to be attached there.
+        listener: the listener to attach.
         in_block: the hook points of the same block.
 
     Raises:
-        ValueError: gradients are asked for at the norm that the heads share, in a run in which heads are
-            given inputs of their own.
+        ValueError: gradients are requested at the norm that all heads share, in a run in which
+            heads have separate inputs.
     """
-    asks = bool(point.point.separate_consumers) and listener.kind in ("bwd", "edge")
-    if not (asks or _own_inputs(point)):
+    takes_gradients = bool(point.point.separate_consumers) and listener.kind in _GRADIENT_KINDS
+    if not (takes_gradients or _separates_inputs(point)):
         return
     visible = CURRENT.get().visible
-    kinds = ("fwd", "bwd", "edge", "follow", "leader") if asks else ("bwd", "edge")
+    kinds = _EDITING_KINDS if takes_gradients else _GRADIENT_KINDS
     for other in in_block():
-        if (_own_inputs(other) if asks else other.point.separate_consumers) and any(
-            x.kind in kinds and (x.scope is listener.scope or x.scope in visible) for x in other.listeners
-        ):
-            raise ValueError(
-                f"{point.name} and {other.name} cannot be had together: with hooks at the one each head reads an "
-                "input of its own, and then the gradient at the other, which all heads share, means nothing. "
-                "Use two runs. (A filter is asked about every hook point: let it leave out names with attn_in and "
-                "_input. For a cache of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
-            )
+        if not (_separates_inputs(other) if takes_gradients else other.point.separate_consumers):
+            continue
+        for x in other.listeners:
+            if x.kind in kinds and (x.scope is listener.scope or x.scope in visible):
+                raise ValueError(
+                    f"{point.name} and {other.name} cannot be used together: with hooks at the one"
+                    " each head reads an input of its own, and then the gradient at the other,"
+                    " which all heads share, means nothing. Use two runs. (A filter is asked about"
+                    " every hook point: let it leave out names with attn_in and _input. For a cache"
+                    " of everything, switch set_use_split_qkv_input and set_use_attn_in off.)"
+                )
 
 
-def _own_inputs(point: HookPoint) -> bool:
-    return point.point.flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
+def _separates_inputs(point: HookPoint) -> bool:
+    """Tell whether hooks at a point give each head a separate input."""
+    flag = point.point.flag
+    return flag in ("use_split_qkv_input", "use_attn_in") and not isinstance(point.view, Branch)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The order of hook points when one comes in later.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The order of hook points after a later insertion.
+# --------------------------------------------------------------------------------------------------
 
 
 def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
-    """Moves a hook point right behind another one and what stands on that, and counts all of them anew.
+    """Move a hook point directly after another one and its followers, and renumber all of them.
 
-    It comes before those that follow a point elsewhere, unless it does so itself: what they add goes on top.
+    It goes before points that receive another point's result, unless it is one of these itself,
+    because their contributions come last.
 
     Args:
         points: the hook points by name, in their order; changed in place.
-        hook: the one to be moved.
-        behind: the other one.
+        hook: the point to move.
+        behind: the point after which to put it.
     """
     in_order = [point for point in points.values() if point is not hook]
-    at = in_order.index(behind) + 1
-    following = {follower.name for point in in_order for follower in point.point.linked}
-    last = hook.name in following
-    while at < len(in_order) and in_order[at].name.startswith(f"{behind.name}."):
-        if in_order[at].name in following and not last:
+    followers = {follower.name for point in in_order for follower in point.point.linked}
+    before = () if hook.name in followers else followers
+    index = in_order.index(behind) + 1
+    for point in in_order[index:]:
+        if not point.name.startswith(f"{behind.name}.") or point.name in before:
             break
-        at += 1
-    in_order.insert(at, hook)
+        index += 1
+    in_order.insert(index, hook)
     points.clear()
     points.update((point.name, point) for point in in_order)
     for order, point in enumerate(in_order):
         point.order = order
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a trace keeps ready while the model runs, for what its body may ask for next.
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Taps and sites that a trace keeps ready while the model runs, for later requests of its body.
+# --------------------------------------------------------------------------------------------------
 
 
 class TraceOpenings:
-    """Modules that take notice of hooks which come while they run, and sites that are watched before anyone listens.
-
-    torch looks for hooks once, when a module is called, and a tap wraps its module's forward. A view that needs
-    what is seen elsewhere in its block needs it seen before somebody asks for that view.
+    """Preparations that allow a trace to add hooks while the model runs. Torch checks for hooks
+    only once, when a module is called, and a tap wraps its module's forward, so both have to be
+    prepared. If a view needs a tensor from elsewhere in its block, that tensor has to be recorded
+    before the view is requested.
 
     Args:
-        wiring: of the bridge.
-        scope: of the trace.
+        wiring: the bridge's wiring.
+        scope: the scope of the trace.
     """
 
     def __init__(self, wiring: Wiring, scope: Scope) -> None:
@@ -546,7 +639,8 @@ class TraceOpenings:
         self._watched: dict[SiteHook, None] = {}
 
     def open(self, path: str) -> None:
-        """Lets the scope begin to listen to the modules on a path, and inside them, while they run."""
+        """Allow the scope to add listeners on the modules along a path, and inside them, while they
+        run."""
         if path in self._paths:
             return
         wiring = self._wiring
@@ -555,7 +649,9 @@ class TraceOpenings:
             while path not in self._paths:
                 self._paths.add(path)
                 module = modules.pop()
-                if type(module).forward is not nn.Module.forward:  # a list of modules is never called
+                if (
+                    type(module).forward is not nn.Module.forward
+                ):  # a list of modules is never called
                     add_all((module,), self._noticing)
                     self._modules.append(module)
                 kind = wiring.tapped.get(path)
@@ -567,7 +663,7 @@ class TraceOpenings:
                 path = path.rpartition(".")[0]
 
     def watch(self, sites: Iterable[SiteHook]) -> None:
-        """Keeps what passes some sites, for views that somebody may ask for behind them."""
+        """Keep the tensors at some sites, for views that may be requested later."""
         with self._wiring.lock:
             for site in sites:
                 if site not in self._watched:
@@ -575,7 +671,7 @@ class TraceOpenings:
                     site.watch(1)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """End all watches."""
         with self._wiring.lock:
             remove_all(self._modules, self._noticing * len(self._modules))
             self._modules.clear()

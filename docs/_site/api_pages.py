@@ -1,4 +1,5 @@
-"""The API reference: a page for each module that says in `__all__` what it offers, and nothing else.
+"""The API reference: a page for each module that says in `__all__` what it offers, and nothing
+else.
 
 What a class inherits from ours is listed with it, so that no public method can be missing.
 """
@@ -42,7 +43,11 @@ def _data(module: Any) -> dict[str, str]:
     lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
         for target in targets:
             if isinstance(target, ast.Name) and not target.id.startswith("_"):
@@ -62,7 +67,9 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
         if base.__module__.split(".")[0] in PACKAGES:
             for name, value in vars(base).items():
                 plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-                if not name.startswith("_") and (inspect.isfunction(plain) or isinstance(value, property)):
+                if not name.startswith("_") and (
+                    inspect.isfunction(plain) or isinstance(value, property)
+                ):
                     found.setdefault(name, value)
     yield from sorted(found.items())
 
@@ -81,10 +88,26 @@ def signature(value: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
         starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        parts.append(str(parameter.replace(annotation=parameter.empty)))
-    parts = [_short_addresses(part) for part in parts]
-    together = f"({', '.join(parts)})"
-    return together if len(together) < 90 else "(\n    " + ",\n    ".join(parts) + ",\n)"
+        parts.append(_short_addresses(_typed(parameter)))
+    empty = found.return_annotation is found.empty or inspect.isclass(value)
+    returns = "" if empty else f" -> {_type(found.return_annotation)}"
+    together = f"({', '.join(parts)}){returns}"
+    return together if len(together) < 90 else "(\n    " + ",\n    ".join(parts) + f",\n){returns}"
+
+
+def _typed(parameter: inspect.Parameter) -> str:
+    """A parameter with its type and its default, as in the source."""
+    name, equals, default = str(parameter.replace(annotation=parameter.empty)).partition("=")
+    if parameter.annotation is parameter.empty:
+        return f"{name}{equals}{default}"
+    typed = f"{name}: {_type(parameter.annotation)}"
+    return f"{typed} = {default}" if equals else typed
+
+
+def _type(annotation: Any) -> str:
+    """A type as in the source: modules postpone their annotations, which are text then."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return " ".join(text.split())
 
 
 def _short_addresses(text: str) -> str:
@@ -132,7 +155,11 @@ def described(doc: str | None) -> str:
 def _item(item: str) -> str:
     name, colon, text = item.partition(": ")
     text = " ".join(text.split())
-    return f"- `{name}`: {escaped(text)}" if colon and "\n" not in name else f"- {escaped(' '.join(item.split()))}"
+    return (
+        f"- `{name}`: {escaped(text)}"
+        if colon and "\n" not in name
+        else f"- {escaped(' '.join(item.split()))}"
+    )
 
 
 def entry(full: str, name: str, value: Any, comment: str, level: int) -> str:
@@ -143,7 +170,9 @@ def entry(full: str, name: str, value: Any, comment: str, level: int) -> str:
         parts.append(f"```text\nclass {name}{signature(value)}\n```")
         parts.append(described(vars(value).get("__doc__")))
     elif isinstance(value, property):
-        parts.append(f"*Property.* {described(value.fget.__doc__ if value.fget else value.__doc__)}")
+        parts.append(
+            f"*Property.* {described(value.fget.__doc__ if value.fget else value.__doc__)}"
+        )
     elif _defined(value) and not comment:
         parts.append(f"```text\n{name}{signature(value)}\n```")
         parts.append(described(getattr(value, "__doc__", None)))
@@ -162,8 +191,14 @@ def page(name: str) -> str:
     parts = [f"# {name}", described(module.__doc__)]
     for offered in module.__all__:
         value = getattr(module, offered)
-        home = importlib.import_module(getattr(value, "__module__", None) or name) if _defined(value) else module
-        comment = _data(home).get(offered, "") if hasattr(home, "__file__") and home.__file__ else ""
+        home = (
+            importlib.import_module(getattr(value, "__module__", None) or name)
+            if _defined(value)
+            else module
+        )
+        comment = (
+            _data(home).get(offered, "") if hasattr(home, "__file__") and home.__file__ else ""
+        )
         parts.append(entry(f"{name}.{offered}", offered, value, comment, 2))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -189,9 +224,10 @@ def write(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     wanted = {name: page(name) for name in modules()}
     wanted["index"] = (
-        "# API reference\n\nWhat is public, from the docstrings ([what will not change](../stability.md)). "
-        "[bridge](bridge.md) has what most people need: `TransformerBridge` with all its methods, `ActivationCache`, "
-        "`FactoredMatrix`.\n\n| module | what it is for |\n|---|---|\n"
+        "# API reference\n\n"
+        "What is public, from the docstrings ([what will not change](../stability.md)). "
+        "[bridge](bridge.md) has what most people need: `TransformerBridge` with all its methods, "
+        "`ActivationCache`, `FactoredMatrix`.\n\n| module | what it is for |\n|---|---|\n"
         + "\n".join(f"| [{name}]({name}.md) | {summary(name)} |" for name in modules())
         + "\n\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n"
         + "\n".join(modules())

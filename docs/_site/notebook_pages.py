@@ -1,10 +1,14 @@
-"""The notebooks of examples/ as pages: their text and code. `pictures_in_pages` runs them, as it runs any page."""
+"""The notebooks of examples/ as pages: their text and code. `pictures_in_pages` runs them, as it
+runs any page.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from tools.notebooks import INSTALL
 
 FOLDER = "notebooks"
 
@@ -17,8 +21,11 @@ def page(notebook: dict[str, Any], name: str) -> str:
         name: the file's name.
     """
     cells = [("".join(cell["source"]), cell["cell_type"]) for cell in notebook["cells"]]
+    cells = [(text, kind) for text, kind in cells if text != INSTALL]
+    # A notebook links to the pages from examples/; its page lies in a folder of docs/.
+    cells = [(text.replace("](../docs/", "](../"), kind) for text, kind in cells]
     parts = [text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in cells]
-    parts.insert(1, f"*This page is `examples/{name}`, run when the site was built.*")
+    parts.insert(1, f"*This page is [{name}](../../examples/{name}), run when the site was built.*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,7 +49,16 @@ def write(examples: Path, folder: Path) -> None:
         (folder / f"{name}.md").write_text(text, encoding="utf-8")
 
 
+def link_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Put a link to the notebook of an experiment below its title."""
+    if docname.startswith("learn_"):
+        title, _, text = source[0].partition("\n")
+        link = f"*[{docname}.ipynb](../examples/{docname}.ipynb) is this page as a notebook.*"
+        source[0] = f"{title}\n\n{link}\n{text}"
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Sphinx's entry point."""
     write(Path(app.srcdir).parent / "examples", Path(app.srcdir) / FOLDER)
+    app.connect("source-read", link_notebook)
     return {"parallel_read_safe": True}

@@ -1,8 +1,8 @@
 """Runs the examples of pages that show pictures, and puts each picture under the code that made it.
 
-A page with `bridge.pictures` in its Python blocks is run from top to bottom, as the tests do. Where the last line of a
-block is an expression whose value is a `Picture`, it is shown there. On the page of a notebook or of an experiment,
-what a cell prints and its other values are shown too.
+A page with `bridge.pictures` in its Python blocks is run from top to bottom, as the tests do. Where
+the last line of a block is an expression whose value is a `Picture`, it is shown there. On the page
+of a notebook, an experiment or a technique, what a cell prints and its other values are shown too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import notebook_pages
 from docutils import nodes
 
 LIBRARY, DRAW = "vega.js", "draw.js"
+SHOWN = (f"{notebook_pages.FOLDER}/", "learn_", "how_to_", "symptoms")  # pages that show output
 
 
 def last_value(code: str, name: str, namespace: dict[str, Any]) -> Any:
@@ -32,8 +33,13 @@ def last_value(code: str, name: str, namespace: dict[str, Any]) -> Any:
 
 def show(app: Any, doctree: nodes.document) -> None:
     """Puts the pictures of a page in their places."""
-    blocks = [block for block in doctree.findall(nodes.literal_block) if block.get("language") == "python"]
-    if not any("pictures" in block.astext() or ".draw(" in block.astext() for block in blocks):
+    blocks = [
+        block for block in doctree.findall(nodes.literal_block) if block.get("language") == "python"
+    ]
+    shows = app.env.docname.startswith(SHOWN)
+    if not shows and not any(
+        "pictures" in block.astext() or ".draw(" in block.astext() for block in blocks
+    ):
         return
     import torch
 
@@ -53,8 +59,10 @@ def show(app: Any, doctree: nodes.document) -> None:
                 shown += 1
             elif value is not None:
                 printed.write(pprint.pformat(value, width=110))
-            if app.env.docname.startswith((f"{notebook_pages.FOLDER}/", "learn_")) and printed.getvalue():
-                below.insert(0, nodes.literal_block("", printed.getvalue().rstrip(), language="text"))
+            if shows and printed.getvalue():
+                below.insert(
+                    0, nodes.literal_block("", printed.getvalue().rstrip(), language="text")
+                )
             block.parent[block.parent.index(block) + 1 : block.parent.index(block) + 1] = below
     if shown:
         up = "../" * app.env.docname.count("/")

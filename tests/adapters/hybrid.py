@@ -8,7 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from adapters import MLP, Architecture, Attention, Block, Embedding, Mixer, Norm, Projection, Readout, Stack, Step
+from adapters import (
+    MLP,
+    Architecture,
+    Attention,
+    Block,
+    Embedding,
+    Mixer,
+    Norm,
+    Projection,
+    Readout,
+    Stack,
+    Step,
+)
 from adapters.norms import LAYER_NORM, RMS_NORM
 from adapters.views import times
 
@@ -34,7 +46,9 @@ class OwnAttention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         scores = q @ k.mT / (WIDTH // HEADS) ** 0.5
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         pattern = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1)
@@ -56,7 +70,11 @@ class RunningMean(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.up, self.gate, self.down = (
+            nn.Linear(WIDTH, 24),
+            nn.Linear(WIDTH, 24),
+            nn.Linear(24, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(x).relu() * self.up(x))
@@ -68,7 +86,11 @@ class MixesThenFeeds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mix = nn.RMSNorm(WIDTH, eps=1e-5), RunningMean()
-        self.before, self.mlp, self.after = nn.RMSNorm(WIDTH, eps=1e-5), FeedForward(), nn.RMSNorm(WIDTH, eps=1e-5)
+        self.before, self.mlp, self.after = (
+            nn.RMSNorm(WIDTH, eps=1e-5),
+            FeedForward(),
+            nn.RMSNorm(WIDTH, eps=1e-5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + FACTOR * self.mix(self.norm(x))[0]
@@ -102,13 +124,19 @@ class NormsAfter(nn.Module):
 
 
 class NormsOnTheStream(nn.Module):
-    """The MLP alone has no module of its own; the norms are behind the sums; a second attention in the middle."""
+    """The MLP alone has no module of its own; the norms are behind the sums; a second attention in
+    the middle.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.attn, self.first = OwnAttention(), nn.LayerNorm(WIDTH)
         self.again, self.second = OwnAttention(), nn.LayerNorm(WIDTH)
-        self.up, self.down, self.third = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down, self.third = (
+            nn.Linear(WIDTH, 24),
+            nn.Linear(24, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x + self.attn(x))
@@ -123,7 +151,9 @@ class HybridModel(PreTrainedModel):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList([MixesThenFeeds(), AllAtOnce(), NormsAfter(), NormsOnTheStream()])
+        self.layers = nn.ModuleList(
+            [MixesThenFeeds(), AllAtOnce(), NormsAfter(), NormsOnTheStream()]
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(
@@ -166,17 +196,24 @@ def hybrid(config: PreTrainedConfig) -> Architecture:
             )
         ),
         Block(
-            (Step(attention("attn"), result_chain=(rms("after_attn"),)), Step(mlp, result_chain=(rms("after_mlp"),)))
+            (
+                Step(attention("attn"), result_chain=(rms("after_attn"),)),
+                Step(mlp, result_chain=(rms("after_mlp"),)),
+            )
         ),
         Block(
             (
                 Step(attention("attn"), stream_norm=layer_norm("first")),
-                Step(attention("again"), result_chain=times(HALF), stream_norm=layer_norm("second")),
+                Step(
+                    attention("again"), result_chain=times(HALF), stream_norm=layer_norm("second")
+                ),
                 Step(bare, stream_norm=layer_norm("third"), out="down"),
             )
         ),
     ]
-    stack = Stack("layers", blocks[0], dict(enumerate(blocks)), layer_norm("norm"), Embedding("embed"))
+    stack = Stack(
+        "layers", blocks[0], dict(enumerate(blocks)), layer_norm("norm"), Embedding("embed")
+    )
     return Architecture((stack,), Readout("head"))
 
 

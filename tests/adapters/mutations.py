@@ -1,7 +1,8 @@
-"""Right declarations with one claim changed: each is the declaration of another model, or says why it is not.
+"""Right declarations with one claim changed: each is the declaration of another model, or says why
+it is not.
 
-Run as a script it tries them all: ``python -m tests.adapters.mutations [CASE...]`` prints how many were refused for
-each family, and every one that was not.
+Run as a script it tries them all: ``python -m tests.adapters.mutations [CASE...]`` prints how many
+were refused for each family, and every one that was not.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ class Facts:
     logits: bool
 
     def of_a_tensor(self, path: str) -> str:
-        """Why another element of what a module in a block returns is the same: it returns a tensor."""
+        """Why another element of what a module in a block returns is the same: it returns a
+        tensor.
+        """
         tensor = any(found.endswith(f".{module_path(path)}") for found in self.tensors)
         return "it returns a tensor, of which no element is taken" if tensor else ""
 
@@ -145,7 +148,12 @@ class Facts:
 
 
 def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
-    kinds: dict[str, NormKind] = {"LN": LAYER_NORM, "RMS": RMS_NORM, "RMS of 1 + weight": GEMMA_NORM, "none": NO_NORM}
+    kinds: dict[str, NormKind] = {
+        "LN": LAYER_NORM,
+        "RMS": RMS_NORM,
+        "RMS of 1 + weight": GEMMA_NORM,
+        "none": NO_NORM,
+    }
     for name, kind in kinds.items():
         if kind != norm.kind:
             yield f"{norm.path} is {name}", replace(norm, kind=kind)
@@ -156,7 +164,11 @@ def _norm_changes(norm: Norm) -> Iterator[tuple[str, Norm]]:
 def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """Everything that an attention claims, changed one at a time."""
     for a, b in ("qk", "kv", "qv"):
-        yield f"{a} and {b} exchanged", replace(part, **{a: getattr(part, b), b: getattr(part, a)}), ""
+        yield (
+            f"{a} and {b} exchanged",
+            replace(part, **{a: getattr(part, b), b: getattr(part, a)}),
+            "",
+        )
     for letter in "qkv":
         projection: Projection = getattr(part, letter)
         heads = facts.cfg.n_heads if letter == "q" else facts.cfg.n_kv_heads
@@ -172,8 +184,16 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
             replace(part, **{letter: replace(projection, view=Rolled(view, -1))}),
             "",
         )
-        yield f"{letter} doubled", replace(part, **{letter: replace(projection, view=Doubled(view))}), ""
-        yield f"{letter} from the output projection", replace(part, **{letter: Projection(part.o)}), ""
+        yield (
+            f"{letter} doubled",
+            replace(part, **{letter: replace(projection, view=Doubled(view))}),
+            "",
+        )
+        yield (
+            f"{letter} from the output projection",
+            replace(part, **{letter: Projection(part.o)}),
+            "",
+        )
         if projection.path != part.o:
             yield f"z from {projection.path}", replace(part, o=projection.path), ""
     rolled = {}
@@ -182,13 +202,20 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         each: Projection = getattr(part, letter)
         rolled[letter] = replace(each, view=Rolled(each.view or Heads(heads), -1))
     yield "q and k shifted by one column alike", replace(part, **rolled), ""
-    yield "rotary is not" if part.rotary else "not rotary is", replace(part, rotary=None if part.rotary else "last"), ""
+    yield (
+        "rotary is not" if part.rotary else "not rotary is",
+        replace(part, rotary=None if part.rotary else "last"),
+        "",
+    )
     if part.scores is None:
         yield "scores shown", replace(part, scores=MaskedScores()), ""
     else:
         yield "scores not shown", replace(part, scores=None), SMALL
     if isinstance(part.scores, AlibiScores):
-        same = "the model's own scores: they differ by a constant for each query, which is nothing to the softmax"
+        same = (
+            "the model's own scores: they differ by a constant for each query, which is nothing to"
+            " the softmax"
+        )
         yield "other scores", replace(part, scores=MaskedScores()), same
     else:
         yield "other scores", replace(part, scores=AlibiScores()), ""
@@ -206,11 +233,21 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     for letter in "qk":
         projection = getattr(part, letter)
         if norm := projection.norm:
-            yield f"{letter}_norm left out", replace(part, **{letter: replace(projection, norm=None)}), ""
+            yield (
+                f"{letter}_norm left out",
+                replace(part, **{letter: replace(projection, norm=None)}),
+                "",
+            )
             for text, changed in _norm_changes(norm):
-                yield f"{letter}_norm: {text}", replace(part, **{letter: replace(projection, norm=changed)}), ""
+                yield (
+                    f"{letter}_norm: {text}",
+                    replace(part, **{letter: replace(projection, norm=changed)}),
+                    "",
+                )
     if part.q.norm and part.k.norm:
-        exchanged = replace(part, q=replace(part.q, norm=part.k.norm), k=replace(part.k, norm=part.q.norm))
+        exchanged = replace(
+            part, q=replace(part.q, norm=part.k.norm), k=replace(part.k, norm=part.q.norm)
+        )
         yield "q_norm and k_norm exchanged", exchanged, ""
         for over in ("heads", "heads first", "width"):
             if over != part.norms_over:
@@ -218,7 +255,9 @@ def attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
 
 
 def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
-    """What only some attentions claim: gates, sinks, factors and norms around values, latents, widths."""
+    """What only some attentions claim: gates, sinks, factors and norms around values, latents,
+    widths.
+    """
     if part.keys_of is not None:
         yield "makes its own keys", replace(part, keys_from=None), ""
         yield "keys of the block before", replace(part, keys_from=part.keys_of - 1), ""
@@ -226,11 +265,19 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield f"no {type(part.z_transform).__name__} of z", replace(part, z_transform=None), ""
     if isinstance(gate := part.z_transform, Gate):
         other = "tanh" if gate.function != "tanh" else "silu"
-        yield "gate through another function", replace(part, z_transform=replace(gate, function=other)), ""
+        yield (
+            "gate through another function",
+            replace(part, z_transform=replace(gate, function=other)),
+            "",
+        )
         view = gate.projection.view or Heads(facts.cfg.n_heads)
         shifted = replace(gate, projection=replace(gate.projection, view=Rolled(view, -2)))
         yield "gate shifted by one head", replace(part, z_transform=shifted), ""
-        yield "gate from the queries", replace(part, z_transform=replace(gate, projection=part.q)), ""
+        yield (
+            "gate from the queries",
+            replace(part, z_transform=replace(gate, projection=part.q)),
+            "",
+        )
     if isinstance(affine := part.z_transform, Affine):
         yield "factor of z times 1.1", replace(part, z_transform=Affine(affine.factor * 1.1)), ""
     if part.z_transform is None:
@@ -245,14 +292,20 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "clamp left out", replace(part, clamp=None), ""
         yield "clamp times 1.5", replace(part, clamp=(clip * 1.5, where)), ""
         if part.qk_norms:
-            yield "clamp elsewhere", replace(part, clamp=(clip, "made" if where == "normed" else "normed")), ""
+            yield (
+                "clamp elsewhere",
+                replace(part, clamp=(clip, "made" if where == "normed" else "normed")),
+                "",
+            )
     latents = {"q": part.q.latent, "kv": part.k.latent}
     for name, latent in latents.items():
         if latent and latent.path:
             left = {letter: replace(part.projections[letter], latent=None) for letter in name}
             yield f"{name}_latent left out", replace(part, **left), ""
             for text, changed in _norm_changes(latent):
-                norms = {letter: replace(part.projections[letter], latent=changed) for letter in name}
+                norms = {
+                    letter: replace(part.projections[letter], latent=changed) for letter in name
+                }
                 yield f"{name}_latent: {text}", replace(part, **norms), ""
     if part.q.latent and part.k.latent:
         exchanged = {
@@ -262,7 +315,11 @@ def newer_attention_changes(part: Attention, facts: Facts) -> Iterator[Change]:
         yield "latents exchanged", replace(part, **exchanged), ""
     for letter, each in part.projections.items():
         if each.width:
-            yield f"width of {letter} one more", replace(part, **{letter: replace(each, width=each.width + 1)}), ""
+            yield (
+                f"width of {letter} one more",
+                replace(part, **{letter: replace(each, width=each.width + 1)}),
+                "",
+            )
     for which in ("n_heads", "n_key_value_heads"):
         if which in part.config_values:
             others = {name: value for name, value in part.config_values.items() if name != which}
@@ -284,13 +341,25 @@ def mlp_changes(part: MLP, facts: Facts) -> Iterator[Change]:
         yield "gate left out", replace(part, gate=None), ""
         yield "gate for up", replace(part, up=part.gate, gate=None), ""
         yield "up is the gate", replace(part, up=part.gate), ""
-        yield "gate shifted", replace(part, gate=replace(part.gate, view=Rolled(part.gate.view or View(), -1))), ""
+        yield (
+            "gate shifted",
+            replace(part, gate=replace(part.gate, view=Rolled(part.gate.view or View(), -1))),
+            "",
+        )
     else:
         yield "up is a gate too", replace(part, gate=part.up), ""
-    yield "up shifted", replace(part, up=replace(part.up, view=Rolled(part.up.view or View(), -1))), ""
+    yield (
+        "up shifted",
+        replace(part, up=replace(part.up, view=Rolled(part.up.view or View(), -1))),
+        "",
+    )
     yield "up doubled", replace(part, up=replace(part.up, view=Doubled(part.up.view or View()))), ""
     yield "post before up", replace(part, down=part.up.path), ""
-    yield "flat" if not part.flat else "not flat", replace(part, flat=not part.flat), "" if part.flat else BATCHED
+    yield (
+        "flat" if not part.flat else "not flat",
+        replace(part, flat=not part.flat),
+        "" if part.flat else BATCHED,
+    )
     if part.ln:
         yield "norm left out", replace(part, ln=None), ""
         for text, norm in _norm_changes(part.ln):
@@ -312,14 +381,26 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
     yield "factor times 2", replace(part, factor=part.factor * 2), ""
     if part.chosen_by == "probabilities":
         same = "it says how the choice is proved, not what it is"
-        yield "chosen by corrected probabilities", replace(part, chosen_by="corrected probabilities"), same
+        yield (
+            "chosen by corrected probabilities",
+            replace(part, chosen_by="corrected probabilities"),
+            same,
+        )
     yield "flat or not", replace(part, flat=not part.flat), "" if part.flat else BATCHED
     for returns in (CHOICE, ("logits",), ("every weight", "logits"), ("indices", "weights")):
         same = GIVEN if returns == ("logits",) and part.chosen_by.endswith("probabilities") else ""
         if returns != part.router_returns:
-            yield f"router returns {', '.join(returns)}", replace(part, router_returns=returns), same
+            yield (
+                f"router returns {', '.join(returns)}",
+                replace(part, router_returns=returns),
+                same,
+            )
     if part.shared:
-        yield "shared expert times 2", replace(part, shared_transform=(*part.shared_transform, *times(2.0))), ""
+        yield (
+            "shared expert times 2",
+            replace(part, shared_transform=(*part.shared_transform, *times(2.0))),
+            "",
+        )
         yield "shared expert left out", replace(part, shared=None), ""
         for text, changed, same in mlp_changes(part.shared, facts):
             yield f"shared: {text}", replace(part, shared=changed), same
@@ -329,7 +410,9 @@ def mixture_changes(part: MoE, facts: Facts) -> Iterator[Change]:
 
 
 def _with(step: Step, which: str, value: Any) -> Step:
-    """A step with another norm behind its part, or another chain behind that; or with another field."""
+    """A step with another norm behind its part, or another chain behind that; or with another
+    field.
+    """
     if which == "post":
         return replace(step, result_chain=(*((value,) if value else ()), *step.output_transform))
     if which == "output_transform":
@@ -340,9 +423,16 @@ def _with(step: Step, which: str, value: Any) -> Step:
 def kernel_changes(part: Attention, facts: Facts) -> Iterator[Change]:
     """What an attention claims whose queries and keys are known where they meet alone."""
     scale = part.own("attn_scale", facts.cfg.attn_scale)
-    yield "scale times 1.1", replace(part, config_values={**part.config_values, "attn_scale": scale * 1.1}), ""
+    yield (
+        "scale times 1.1",
+        replace(part, config_values={**part.config_values, "attn_scale": scale * 1.1}),
+        "",
+    )
     for which in ("n_heads", "n_key_value_heads"):
-        others = {**part.config_values, which: part.own(which, getattr(facts.cfg, which) or facts.cfg.n_heads) * 2}
+        others = {
+            **part.config_values,
+            which: part.own(which, getattr(facts.cfg, which) or facts.cfg.n_heads) * 2,
+        }
         yield f"{which} times 2", replace(part, config_values=others), ""
     yield "other scores", replace(part, scores=AlibiScores()), ""
     if isinstance(part.scores, SinkScores):
@@ -363,8 +453,14 @@ def mixer_changes(part: Mixer, facts: Facts) -> Iterator[Change]:
         for text, changed, same in changes if each.projections else kernel_changes(each, facts):
             if changed.cross:
                 continue  # no mixer takes it
-            if changed.o or not any(word in text for word in ("v ", "of z", "output projection", " and v")):
-                yield f"inside: {text}", replace(part, modules=_put(part.modules, index, changed)), same
+            if changed.o or not any(
+                word in text for word in ("v ", "of z", "output projection", " and v")
+            ):
+                yield (
+                    f"inside: {text}",
+                    replace(part, modules=_put(part.modules, index, changed)),
+                    same,
+                )
 
 
 def _put(of: tuple[Any, ...], index: int, new: Any) -> tuple[Any, ...]:
@@ -396,13 +492,21 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     if step.pre and step.post:
         yield "norms exchanged", _with(replace(step, pre=step.post), "post", step.pre), ""
     if step.out_element != 1:
-        yield "second element", replace(step, out_element=1), facts.of_a_tensor(step.out or part.path)
+        yield (
+            "second element",
+            replace(step, out_element=1),
+            facts.of_a_tensor(step.out or part.path),
+        )
     if step.out and not (isinstance(part, MLP) and not part.path):
         yield "out of the module", replace(step, out=None), facts.behind_a_dropout(step.out)
     if isinstance(part, MLP):
         yield "out of up", replace(step, out=join(part.path, part.up.path)), ""
     for factor in (0.5, 2.0, -1.0):
-        yield f"factor times {factor}", _with(step, "output_transform", (*times(factor), *step.output_transform)), ""
+        yield (
+            f"factor times {factor}",
+            _with(step, "output_transform", (*times(factor), *step.output_transform)),
+            "",
+        )
     for which in ("residual_transform", "output_transform"):
         links = getattr(step, which)
         if links:
@@ -419,7 +523,9 @@ def step_changes(step: Step, index: int, facts: Facts) -> Iterator[Change]:
     if step.parallel and step.parallel_to != index - 1:
         yield "reads what the step before reads", replace(step, parallel_to=index - 1), ""
     if index:
-        other = replace(step, parallel_to=None if step.parallel else index - 1, residual_transform=())
+        other = replace(
+            step, parallel_to=None if step.parallel else index - 1, residual_transform=()
+        )
         yield "sequential for parallel" if step.parallel else "parallel", other, ""
 
 
@@ -460,10 +566,16 @@ def stack_changes(stack: Stack, facts: Facts) -> Iterator[Change]:
             yield f"{where}{text}", new, same
     if stack.layers:
         yield "all layers alike", replace(stack, layers={}), ""
-        yield "other layers", replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}), ""
+        yield (
+            "other layers",
+            replace(stack, layers={n - 1 - i: block for i, block in stack.layers.items()}),
+            "",
+        )
     for which, without in (
-        ("block_inputs", {}), ("stream_view", None), ("collapse", None),
-    ):  # fmt: skip
+        ("block_inputs", {}),
+        ("stream_view", None),
+        ("collapse", None),
+    ):
         if getattr(stack, which):
             yield f"{which} left out", replace(stack, **{which: without}), ""
     several = {index: inputs for index, inputs in stack.block_inputs.items() if len(inputs) > 1}
@@ -490,7 +602,9 @@ def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
             yield f"{name} of the embedding left out", replace(embedding, **{name: None})
     for name in ("positions", "types", "more"):
         if getattr(embedding, name):
-            left = tuple((what, path) for what, path in embedding.added if what not in (name, f"row {name}"))
+            left = tuple(
+                (what, path) for what, path in embedding.added if what not in (name, f"row {name}")
+            )
             yield f"{name} of the embedding left out", replace(embedding, added=left)
     if embedding.norm:
         for text, norm in _norm_changes(embedding.norm):
@@ -498,7 +612,10 @@ def embedding_changes(embedding: Embedding) -> Iterator[tuple[str, Embedding]]:
     if embedding.behind_embed:
         left = embedding.transform[: len(embedding.transform) - len(embedding.behind_embed)]
         yield "parameters of the embedding left out", replace(embedding, transform=left)
-    yield "embedding times 2", replace(embedding, transform=(*times(2 * embedding.factor), *embedding.behind_embed))
+    yield (
+        "embedding times 2",
+        replace(embedding, transform=(*times(2 * embedding.factor), *embedding.behind_embed)),
+    )
     if embedding.positions:
         other = tables(embedding.tokens, embedding.types, embedding.more)
         exchanged = replace(embedding, tokens=embedding.positions, added=other)
@@ -515,12 +632,21 @@ def readout_changes(readout: Readout, facts: Facts) -> Iterator[tuple[str, Reado
     yield "factor_in times 2", replace(readout, factor_in=readout.factor_in * 2)
     if readout.factor_in != 1:
         yield "factor_in left out", replace(readout, factor_in=1.0)
-    yield "factor_out times 2", replace(readout, output_transform=replace(behind, factor=behind.factor * 2))
+    yield (
+        "factor_out times 2",
+        replace(readout, output_transform=replace(behind, factor=behind.factor * 2)),
+    )
     if readout.factor_out != 1:
         yield "factor_out left out", replace(readout, output_transform=replace(behind, factor=1.0))
     if readout.bias and readout.bias_of(facts.model) is not None:
-        yield "bias of the logits left out", replace(readout, output_transform=replace(behind, plus=None))
-    yield "another soft cap", replace(readout, soft_cap=10.0 if readout.soft_cap is None else readout.soft_cap * 0.8)
+        yield (
+            "bias of the logits left out",
+            replace(readout, output_transform=replace(behind, plus=None)),
+        )
+    yield (
+        "another soft cap",
+        replace(readout, soft_cap=10.0 if readout.soft_cap is None else readout.soft_cap * 0.8),
+    )
     if readout.soft_cap is not None:
         yield "soft cap left out", replace(readout, soft_cap=None)
 
@@ -533,8 +659,14 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
             yield Mutation(f"{stack.name}: {text}", replace(declared, stacks=stacks), same)
     for index, stack in enumerate(declared.stacks):
         for text, embedding in embedding_changes(stack.embedding):
-            stacks = (*declared.stacks[:index], replace(stack, embedding=embedding), *declared.stacks[index + 1 :])
-            yield Mutation(text if index == 0 else f"{stack.name}: {text}", replace(declared, stacks=stacks))
+            stacks = (
+                *declared.stacks[:index],
+                replace(stack, embedding=embedding),
+                *declared.stacks[index + 1 :],
+            )
+            yield Mutation(
+                text if index == 0 else f"{stack.name}: {text}", replace(declared, stacks=stacks)
+            )
     for text, readout in readout_changes(declared.readout, facts):
         yield Mutation(text, replace(declared, readout=readout))
     if any(head.unembeds for head in declared.heads):
@@ -550,7 +682,14 @@ def architecture_changes(declared: Architecture, facts: Facts) -> Iterator[Mutat
 OTHERS: dict[str, tuple[Any, ...]] = {
     "act_fn": ("relu", "gelu", "gelu_new", "silu", "quick_gelu", "tanh", "no_such_function"),
     "normalization_type": ("LN", "RMS", "LNPre", None),
-    "positional_embedding_type": ("standard", "rotary", "alibi", "relative_positional_bias", "shortformer", "none"),
+    "positional_embedding_type": (
+        "standard",
+        "rotary",
+        "alibi",
+        "relative_positional_bias",
+        "shortformer",
+        "none",
+    ),
     "attention_dir": ("causal", "bidirectional"),
     "attn_scores_soft_cap": (-1.0, 5.0, 50.0),
     "output_logits_soft_cap": (-1.0, 5.0, 30.0),
@@ -563,17 +702,32 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }
 #: Fields of `ModelConfig` that say nothing about what the model computes, and why.
 NOT_CLAIMS = {
-    "model_name": "a name", "original_architecture": "a name", "tokenizer_name": "the tokenizer's",
-    "default_prepend_bos": "the tokenizer's", "tokenizer_prepends_bos": "the tokenizer's",
+    "model_name": "a name",
+    "original_architecture": "a name",
+    "tokenizer_name": "the tokenizer's",
+    "default_prepend_bos": "the tokenizer's",
+    "tokenizer_prepends_bos": "the tokenizer's",
     "tokenizer_appends_eos": "the tokenizer's",
-    "use_attn_result": "a setting", "use_split_qkv_input": "a setting", "use_attn_in": "a setting",
-    "use_hook_mlp_in": "a setting", "ungroup_grouped_query_attention": "a setting", "positions_from_mask": "a setting",
-    "tie_word_embeddings": "read from the model", "d_vocab": "read from the model",
-    "d_vocab_out": "read from the model", "normalization_type": "read from the model",
-    "n_devices": "where it is", "seed": "how it was made", "from_checkpoint": "how it was made",
-    "checkpoint_index": "how it was made", "checkpoint_label_type": "how it was made",
-    "checkpoint_value": "how it was made", "processed": "what was done to it", "extra": "anything", "_model": "itself",
-}  # fmt: skip
+    "use_attn_result": "a setting",
+    "use_split_qkv_input": "a setting",
+    "use_attn_in": "a setting",
+    "use_hook_mlp_in": "a setting",
+    "ungroup_grouped_query_attention": "a setting",
+    "positions_from_mask": "a setting",
+    "tie_word_embeddings": "read from the model",
+    "d_vocab": "read from the model",
+    "d_vocab_out": "read from the model",
+    "normalization_type": "read from the model",
+    "n_devices": "where it is",
+    "seed": "how it was made",
+    "from_checkpoint": "how it was made",
+    "checkpoint_index": "how it was made",
+    "checkpoint_label_type": "how it was made",
+    "checkpoint_value": "how it was made",
+    "processed": "what was done to it",
+    "extra": "anything",
+    "_model": "itself",
+}
 #: Activation functions that compute the same to within a millionth.
 ALIKE = ({"gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"}, {"silu", "swish"})
 
@@ -604,14 +758,20 @@ def fact_changes(declared: Architecture, facts: Facts) -> Iterator[Mutation]:
             if other != value:
                 values_of = {**declared.config_values, name: other}
                 yield Mutation(
-                    f"cfg.{name} = {other!r}", replace(declared, config_values=values_of), same_fact(facts, name, other)
+                    f"cfg.{name} = {other!r}",
+                    replace(declared, config_values=values_of),
+                    same_fact(facts, name, other),
                 )
 
 
 def same_fact(facts: Facts, name: str, other: object) -> str:
     """Why a changed fact is no claim of this model; "" where it is one."""
     cfg = facts.cfg
-    if name == "normalization_type" and facts.bare_norms and other == f"{cfg.normalization_type}Pre":
+    if (
+        name == "normalization_type"
+        and facts.bare_norms
+        and other == f"{cfg.normalization_type}Pre"
+    ):
         return "the norms have no weights, which is what it says"
     rotary = cfg.positional_embedding_type == "rotary"
     if name == "act_fn" and (cfg.attn_only or any({other, cfg.act_fn} <= alike for alike in ALIKE)):
@@ -622,11 +782,18 @@ def same_fact(facts: Facts, name: str, other: object) -> str:
         return "one pair turns, whose speed is one"
     if name == "rotary_base_local" and "local" not in (cfg.attn_types or ()):
         return "no layer has a window"
-    if name == "rotary_base" and cfg.rotary_base_local is not None and set(cfg.attn_types or ()) == {"local"}:
+    if (
+        name == "rotary_base"
+        and cfg.rotary_base_local is not None
+        and set(cfg.attn_types or ()) == {"local"}
+    ):
         return "all layers have a window"
     if name == "final_rms" and (cfg.normalization_type or "").startswith("RMS") and not other:
         return "all norms are RMS norms, the last as well"
-    if name in ("d_expert", "experts_per_token", "num_experts", "d_shared_expert") and getattr(cfg, name) is None:
+    if (
+        name in ("d_expert", "experts_per_token", "num_experts", "d_shared_expert")
+        and getattr(cfg, name) is None
+    ):
         return "there are no experts"
     if name.startswith("relative_attention") and getattr(cfg, name) is None:
         return "there is no position bias"
@@ -648,14 +815,20 @@ def same_fact(facts: Facts, name: str, other: object) -> str:
 
 
 def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
-    """The changed declarations of a model; of one without an adapter, of what is inferred for it."""
+    """The changed declarations of a model; of one without an adapter, of what is inferred for
+    it.
+    """
     bridge = TransformerBridge(model)
     declared, cfg = bridge.architecture, bridge.cfg
     with torch.no_grad(), CallRecorder(model.named_modules()) as recording:
         model(**sample_inputs(model))
-    tensors = frozenset(path for path, found in recording.by_path.items() if isinstance(found[0].output, Tensor))
+    tensors = frozenset(
+        path for path, found in recording.by_path.items() if isinstance(found[0].output, Tensor)
+    )
     dropouts = frozenset(path for path, m in model.named_modules() if isinstance(m, nn.Dropout))
-    norms = [path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)]
+    norms = [
+        path for block in declared.stack.every_block for path in (norm.path for norm in block.norms)
+    ]
     bare = all(
         getattr(m, "weight", m) is None
         for path, m in model.named_modules()
@@ -669,7 +842,9 @@ def mutations(model: PreTrainedModel) -> Iterator[Mutation]:
 
 @contextmanager
 def declared_as(architecture: Architecture) -> Iterator[None]:
-    """Whatever is wrapped has this declaration, also one that no file could hold and no registry would take."""
+    """Whatever is wrapped has this declaration, also one that no file could hold and no registry
+    would take.
+    """
     with (
         mock.patch.object(adapters.model, "declaration_for", return_value=architecture),
         mock.patch.object(adapters.model, "is_declared", return_value=True),
@@ -678,10 +853,20 @@ def declared_as(architecture: Architecture) -> Iterator[None]:
 
 
 #: What a bridge may say of a declaration that cannot be that of the model.
-REFUSALS = (UnsupportedModelError, ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError)
+REFUSALS = (
+    UnsupportedModelError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    IndexError,
+    KeyError,
+)
 
 
-def tried(model: PreTrainedModel, mutation: Mutation, level: str = "quick first") -> Report | Exception:
+def tried(
+    model: PreTrainedModel, mutation: Mutation, level: str = "quick first"
+) -> Report | Exception:
     """What comes of a changed declaration: a report, or that it cannot be wrapped.
 
     Args:
@@ -690,10 +875,11 @@ def tried(model: PreTrainedModel, mutation: Mutation, level: str = "quick first"
     """
     with declared_as(mutation.declared):
         try:
-            bridge = TransformerBridge(model)
+            bridge = TransformerBridge(model, automatic=False)
         except REFUSALS as error:
             return error
-        # Both levels make the same checks, in the same order: what the first refuses, the second would.
+        # Both levels make the same checks, in the same order: what the first refuses, the second
+        # would.
         report = verify(bridge, level="quick") if level == "quick first" else None
         return verify(bridge) if report is None or report.passed else report
 
@@ -712,7 +898,10 @@ def main(cases: Sequence[str]) -> int:
             try:
                 found = tried(model, mutation)
             except Exception as error:  # noqa: BLE001 shown, and counted as a fault of ours
-                print(f"  {case}: {mutation.name}: RAISED {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(
+                    f"  {case}: {mutation.name}: RAISED {type(error).__name__}: {str(error)[:200]}",
+                    flush=True,
+                )
                 count["raised"] += 1
                 continue
             refused = isinstance(found, Exception) or not found.passed
@@ -723,7 +912,13 @@ def main(cases: Sequence[str]) -> int:
             if not refused:
                 print(f"  {case}: {mutation.name}: ACCEPTED", flush=True)
             named[
-                "cannot be wrapped" if isinstance(found, Exception) else found.failed[0].name if refused else "-"
+                (
+                    "cannot be wrapped"
+                    if isinstance(found, Exception)
+                    else found.failed[0].name
+                    if refused
+                    else "-"
+                )
             ] += 1
         totals += count
         wrong += count["accepted"] + count["raised"]

@@ -1,4 +1,6 @@
-"""Gemma 3n: several streams of which a block works on the first (AltUp), Laurel, sparse neurons, shared keys."""
+"""Gemma 3n: several streams of which a block works on the first (AltUp), Laurel, sparse neurons,
+shared keys.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from tests.adapters.mutations import mutations, tried
 from tests.tiny_models import add_noise, tiny_config, tiny_model
 
 TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-#: As the E2B and E4B models are released: sparse layers first, keys and values of the last layers shared, and, in the
-#: former, MLPs of two widths. Windows are shorter than the text.
+#: As the E2B and E4B models are released: sparse layers first, keys and values of the last layers
+#: shared, and, in the former, MLPs of two widths. Windows are shorter than the text.
 RELEASED: dict[str, Any] = {
-    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0, 0.0], "sliding_window": 4,
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0, 0.0],
+    "sliding_window": 4,
+}
 WIDTHS = {"intermediate_size": [48, 48, 48, 64, 64, 64]}
 
 
@@ -36,7 +41,9 @@ def made(**options: Any) -> tuple[Any, TransformerBridge]:
 def test_it_is_declared_and_proved(options: dict[str, Any]) -> None:
     model, bridge = made(**options)
     report = verify(bridge)
-    assert report.passed and not bridge.offered().inferred and not bridge.offered().not_offered, str(report)
+    assert report.passed and not bridge.offered().inferred and not bridge.offered().not_offered, (
+        str(report)
+    )
     with torch.no_grad():
         own = model(TOKENS, output_hidden_states=True, output_attentions=True)
         logits, cache = bridge.run_with_cache(TOKENS)
@@ -74,13 +81,21 @@ def changed(module: Any, name: str, other: Callable[..., Tensor]) -> Callable[[]
 def test_streams_are_what_altup_makes_of_them() -> None:
     """By the model's own functions: what is shown is what enters and leaves them."""
     model, bridge = made(**RELEASED)
-    shown = ("hook_resid_pre", "hook_resid_post", "hook_attn_keep", "hook_resid_mid_2", "hook_mlp_2_out")
+    shown = (
+        "hook_resid_pre",
+        "hook_resid_post",
+        "hook_attn_keep",
+        "hook_resid_mid_2",
+        "hook_mlp_2_out",
+    )
     _, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: name.endswith(shown))
     for layer in range(6):
         altup = model.model.layers[layer].altup
         streams = cache["resid_pre", layer].movedim(2, 0)
         predicted = altup.predict(streams)
-        kept = torch.einsum("bpjd,bpji->ibpd", cache["resid_pre", layer], cache[f"blocks.{layer}.hook_attn_keep"])
+        kept = torch.einsum(
+            "bpjd,bpji->ibpd", cache["resid_pre", layer], cache[f"blocks.{layer}.hook_attn_keep"]
+        )
         torch.testing.assert_close(kept, predicted)
         behind = altup.correct(predicted, cache[f"blocks.{layer}.hook_resid_mid_2"])
         behind[1:] += cache[f"blocks.{layer}.hook_mlp_2_out"]
@@ -107,17 +122,27 @@ def test_edits_are_those_of_the_model_s_own_code() -> None:
     def compare(name: str, edit: Callable[..., Tensor], undo: Callable[[], None]) -> None:
         expected = model(TOKENS).logits
         undo()
-        torch.testing.assert_close(bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, edit)]), expected)
+        torch.testing.assert_close(
+            bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, edit)]), expected
+        )
         assert not torch.allclose(expected, plain, atol=1e-3)
 
-    compare("blocks.1.hook_resid_pre", third_stream_alone, layer.register_forward_pre_hook(before).remove)
+    compare(
+        "blocks.1.hook_resid_pre",
+        third_stream_alone,
+        layer.register_forward_pre_hook(before).remove,
+    )
     # How much of each stream goes to each, and of what the block makes.
     undo = changed(layer.altup.prediction_coefs, "forward", lambda own, x: own(x) * 2)
     compare("blocks.1.hook_attn_keep", lambda x, hook: 2 * x - torch.eye(4), undo)
     undo = changed(layer.altup.correction_coefs, "forward", lambda own, x: own(x) * 2)
     compare("blocks.1.hook_mlp_2_write", lambda x, hook: 2 * x - 1, undo)
     # What AltUp corrects its predictions by: the first stream behind attention, Laurel and MLP.
-    undo = changed(layer.altup, "correct", lambda own, predictions, activated: own(predictions, activated * 0.5))
+    undo = changed(
+        layer.altup,
+        "correct",
+        lambda own, predictions, activated: own(predictions, activated * 0.5),
+    )
     compare("blocks.1.hook_resid_mid_2", half, undo)
     undo = changed(layer.laurel, "forward", lambda own, x: own(x) * 0.5)
     compare("blocks.1.hook_mlp_3_out", half, undo)
@@ -149,9 +174,14 @@ def test_generation_is_the_model_s_own() -> None:
 
 #: Words of the changes that are tried.
 WRONG = (
-    "residual_transform", "keys of the block before", "makes its own keys", "stream_view", "v_norm left", "factor",
+    "residual_transform",
+    "keys of the block before",
+    "makes its own keys",
+    "stream_view",
+    "v_norm left",
+    "factor",
     "pre norm left out",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -169,12 +199,17 @@ def test_what_there_is_not_is_refused_by_name() -> None:
     _, cache = bridge.run_with_cache(TOKENS)
     for refused in (cache.decompose_resid, cache.accumulated_resid):
         with pytest.raises(
-            ValueError, match=r"has 4 residual streams, hook_resid_pre of shape \[batch, pos, n_streams"
+            ValueError,
+            match=r"has 4 residual streams, hook_resid_pre of shape \[batch, pos, n_streams",
         ):
             refused()
-    with pytest.raises(ValueError, match="cannot start or stop at a layer: its blocks carry 4 streams"):
+    with pytest.raises(
+        ValueError, match="cannot start or stop at a layer: its blocks carry 4 streams"
+    ):
         bridge(TOKENS, stop_at_layer=1)
     with pytest.raises(ValueError, match="does not do with embeddings what it does with tokens"):
         bridge(cache["hook_embed"])
-    with pytest.raises(UndeclaredOptionError, match=r"is for altup_active_idx=0, and this one has 1"):
+    with pytest.raises(
+        UndeclaredOptionError, match=r"is for altup_active_idx=0, and this one has 1"
+    ):
         declaration_for(tiny_model("gemma3n_text", altup_active_idx=1))

@@ -1,4 +1,6 @@
-"""What `cfg` says after somebody else has changed the model: it is read from the model when it is asked for."""
+"""What `cfg` says after somebody else has changed the model: it is read from the model when it is
+asked for.
+"""
 
 import copy
 import pickle
@@ -19,7 +21,13 @@ ASKED = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_bias
 
 def facts(bridge):
     cfg = bridge.cfg
-    return cfg.processed, cfg.normalization_type, cfg.tie_word_embeddings, cfg.d_vocab, cfg.d_vocab_out
+    return (
+        cfg.processed,
+        cfg.normalization_type,
+        cfg.tie_word_embeddings,
+        cfg.d_vocab,
+        cfg.d_vocab_out,
+    )
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
@@ -43,7 +51,9 @@ def test_another_bridge_processed_the_model(case):
 def test_another_bridge_did_more():
     model = tiny("gpt2")
     one, other = TransformerBridge(model), TransformerBridge(model)
-    one.process_weights(fold_ln=True, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+    one.process_weights(
+        fold_ln=True, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
     other.process_weights()
     assert one.cfg.processed == other.cfg.processed == dict.fromkeys(ASKED, "done")
 
@@ -74,7 +84,9 @@ def test_raw_weights_were_loaded(how):
     bridge.process_weights()
     assert bridge.cfg.processed == dict.fromkeys(ASKED, "done")
     assert bridge.cfg.normalization_type == "LNPre"
-    torch.testing.assert_close(bridge(TOKENS).log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        bridge(TOKENS).log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("size", [50, 75])
@@ -95,10 +107,14 @@ def test_embeddings_were_resized(case, size):
         bridge(torch.tensor([[size]]))
     expected = bridge(TOKENS % size).log_softmax(-1)
     bridge.process_weights()  # whose check takes random tokens
-    torch.testing.assert_close(bridge(TOKENS % size).log_softmax(-1), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        bridge(TOKENS % size).log_softmax(-1), expected, atol=1e-4, rtol=1e-4
+    )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
 def test_weights_that_cannot_be_looked_at():
     """Where LoRA or accelerate come before them, what was known is what is known."""
     bridge = TransformerBridge(tiny("llama-gqa"))
@@ -108,12 +124,16 @@ def test_weights_that_cannot_be_looked_at():
     assert bridge.cfg.processed == done
     bridge = TransformerBridge(tiny("llama-gqa"))
     bridge.process_weights()
-    peft.get_peft_model(bridge.original_model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    peft.get_peft_model(
+        bridge.original_model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    )
     assert bridge.cfg.processed == done
     assert bridge.cfg.normalization_type == "RMSPre"
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda bridge: pickle.loads(pickle.dumps(bridge))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda bridge: pickle.loads(pickle.dumps(bridge))]
+)
 def test_copies_of_a_bridge_read_their_own_model(copied):
     bridge = TransformerBridge(made("gpt2"))
     other = copied(bridge)

@@ -92,7 +92,9 @@ def test_the_seven_wrong_llamas(name: str) -> None:
 
 @pytest.mark.parametrize(("case", "name"), EACH)
 def test_one_of_each_sort(case: str, name: str) -> None:
-    report = tried(*found(case, name), level="full" if EACH[case, name] == COLUMNS else "quick first")
+    report = tried(
+        *found(case, name), level="full" if EACH[case, name] == COLUMNS else "quick first"
+    )
     assert not isinstance(report, Exception)
     assert EACH[case, name] in {check.name for check in report.failed}, str(report)
 
@@ -102,7 +104,9 @@ def test_every_fact_is_claimed_or_is_none() -> None:
     changed: set[str] = set()
     for case in ("t5", "gemma3-gqa", "qwen2_moe-gqa", "gpt2"):
         names = (mutation.name for mutation in mutations(tiny(case)) if not mutation.same)
-        changed |= {name.removeprefix("cfg.").split(" ")[0] for name in names if name.startswith("cfg.")}
+        changed |= {
+            name.removeprefix("cfg.").split(" ")[0] for name in names if name.startswith("cfg.")
+        }
     cfg = TransformerBridge(tiny("gpt2")).cfg.to_dict().keys() - {"device", "dtype", "n_params"}
     assert cfg - NOT_CLAIMS.keys() - changed == set()
 
@@ -160,7 +164,9 @@ def test_every_change_is_refused(case: str) -> None:
 
 
 def test_a_choice_is_the_same_where_the_experts_are_given_it() -> None:
-    """So "router returns logits" is no wrong declaration of a mixture whose router returns its choice."""
+    """So "router returns logits" is no wrong declaration of a mixture whose router returns its
+    choice.
+    """
     model, mutation = found("qwen2_moe-gqa", "blocks: MoE: router returns logits")
     assert mutation.same
     declared, tokens = TransformerBridge(model), torch.arange(3, 21).reshape(2, 9)
@@ -187,11 +193,18 @@ def test_it_says_what_was_seen() -> None:
     part = declaration_for(model).stack.block.steps[0].part
     assert isinstance(part, Attention)
     with declared_as(changed_step(model, 0, part=replace(part, q=part.k, k=part.q))):
-        (check,) = [check for check in verify(TransformerBridge(model)).failed if check.name == COLUMNS]
+        (check,) = [
+            check for check in verify(TransformerBridge(model)).failed if check.name == COLUMNS
+        ]
     assert "blocks.0.attn.hook_q: nothing of it reaches the scores" in check.detail
     with declared_as(changed_step(model, 1, pre=Norm("post_attention_layernorm", LAYER_NORM))):
-        (check,) = [check for check in verify(TransformerBridge(model)).failed if check.name == NORMS]
-    assert "post_attention_layernorm computes an RMS norm, and a layer norm is declared" in check.detail
+        (check,) = [
+            check for check in verify(TransformerBridge(model)).failed if check.name == NORMS
+        ]
+    assert (
+        "post_attention_layernorm computes an RMS norm, and a layer norm is declared"
+        in check.detail
+    )
 
 
 def test_initial_values_are_proved_on_a_twin() -> None:

@@ -26,7 +26,9 @@ def test_without_hooks_the_logits_are_the_modules_own(cls: type[nn.Module]) -> N
         bridge = TransformerBridge(module)
         assert torch.equal(bridge(TOKENS), own[0] if isinstance(own, tuple) else own)
         again = module(TOKENS)
-    assert torch.equal(again[0] if isinstance(again, tuple) else again, own[0] if isinstance(own, tuple) else own)
+    assert torch.equal(
+        again[0] if isinstance(again, tuple) else again, own[0] if isinstance(own, tuple) else own
+    )
     assert bridge.original_model.module is module
 
 
@@ -36,7 +38,9 @@ def test_a_generation_is_that_of_a_loop_by_hand() -> None:
     with torch.no_grad():
         for _ in range(4):
             tokens = torch.cat([tokens, module(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
-        made = bridge.generate(TOKENS, max_new_tokens=4, do_sample=False, verbose=False, return_type="tokens")
+        made = bridge.generate(
+            TOKENS, max_new_tokens=4, do_sample=False, verbose=False, return_type="tokens"
+        )
     assert torch.equal(made, tokens)
 
 
@@ -52,7 +56,9 @@ def test_states_have_the_modules_own_names() -> None:
 def test_further_arguments_are_passed_on() -> None:
     bridge = TransformerBridge(randomised(NanoGPT()))
     assert torch.equal(bridge(TOKENS, targets=TOKENS), bridge(TOKENS))
-    with pytest.raises(TypeError, match="'targetz' is an argument of neither the bridge nor PlainModel"):
+    with pytest.raises(
+        TypeError, match="'targetz' is an argument of neither the bridge nor PlainModel"
+    ):
         bridge(TOKENS, targetz=TOKENS)
 
 
@@ -70,7 +76,9 @@ def test_a_copy_is_a_model_of_its_own() -> None:
             parameter.zero_()
         _, cache = bridge.run_with_cache(TOKENS)
         _, empty = other.run_with_cache(TOKENS)
-    assert cache["blocks.1.attn.hook_q"].abs().sum() > 0 == empty["blocks.1.attn.hook_q"].abs().sum()
+    assert (
+        cache["blocks.1.attn.hook_q"].abs().sum() > 0 == empty["blocks.1.attn.hook_q"].abs().sum()
+    )
 
 
 class Sums(nn.Module):
@@ -85,7 +93,9 @@ class Sums(nn.Module):
 
 
 class Encodes(nn.Sequential):
-    """A list of modules around a model, which takes a dictionary, as sentence-transformers' models do."""
+    """A list of modules around a model, which takes a dictionary, as sentence-transformers' models
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__(nn.Module())
@@ -98,17 +108,29 @@ class Encodes(nn.Sequential):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (nn.Linear(3, 4), "Linear is no model of transformers, and does not run on tokens alone"),
+        (nn.Linear(3, 4), "Linear is not a transformers model, and does not run on tokens alone"),
         (nn.Identity(), "Identity has no weights"),
-        (Sums(), r"Sums returns a tensor of shape \[1\] for tokens: logits, \[batch, pos, d_vocab\], are needed"),
+        (
+            Sums(),
+            (
+                r"Sums returns a tensor of shape \[1\] for tokens: logits, \[batch, pos, d_vocab\],"
+                r" are needed"
+            ),
+        ),
         (HundredLines().to("meta"), "HundredLines has no weights"),
         (
             nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)),
-            "no list of blocks that each run once: so what plays which part in Sequential could not be inferred$",
+            (
+                "in which each runs once: so what plays which part in Sequential could"
+                " not be inferred$"
+            ),
         ),
         (
             Encodes(),
-            r"Encodes is no model .*It holds a BertModel, which can be wrapped: its get_submodule\('0.auto_model'\)",
+            (
+                r"Encodes is not a transformers model.*It holds a BertModel, which can be wrapped:"
+                r" its get_submodule\('0.auto_model'\)"
+            ),
         ),
     ],
 )
@@ -120,7 +142,9 @@ def test_what_is_no_language_model_is_refused(module: nn.Module, reason: str) ->
 @pytest.mark.parametrize("first", [False, True], ids=["positions first", "batch first"])
 @pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "heads", "padding", "both"])
-def test_an_opened_attention_computes_what_torchs_does(mask: str, weights: bool, first: bool) -> None:
+def test_an_opened_attention_computes_what_torchs_does(
+    mask: str, weights: bool, first: bool
+) -> None:
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(D_MODEL, N_HEADS, batch_first=first).eval()
     nn.init.normal_(plain.in_proj_bias)
@@ -133,12 +157,17 @@ def test_an_opened_attention_computes_what_torchs_does(mask: str, weights: bool,
     padding[0, 5:] = True
     of_heads = torch.randn(2 * N_HEADS, 7, 7)
     given = {
-        "none": {}, "bool": {"attn_mask": hidden}, "float": {"attn_mask": torch.randn(7, 7)},
+        "none": {},
+        "bool": {"attn_mask": hidden},
+        "float": {"attn_mask": torch.randn(7, 7)},
         "heads": {"attn_mask": of_heads},
-        "padding": {"key_padding_mask": padding}, "both": {"attn_mask": hidden, "key_padding_mask": padding},
-    }[mask]  # fmt: skip
+        "padding": {"key_padding_mask": padding},
+        "both": {"attn_mask": hidden, "key_padding_mask": padding},
+    }[mask]
     expected = plain(x, x, x, need_weights=weights, **given)
-    assert torch.equal(opened(x, x, x, need_weights=weights, **given)[0], expected[0])  # nobody looks
+    assert torch.equal(
+        opened(x, x, x, need_weights=weights, **given)[0], expected[0]
+    )  # nobody looks
     handle = opened.in_proj.register_forward_hook(lambda module, args, output: None)
     made = opened(x, x, x, need_weights=weights, **given)
     handle.remove()

@@ -1,4 +1,6 @@
-"""Every hook point against HookedTransformer: values, effects of halving, gradients (data/reference/README.md)."""
+"""Every hook point against HookedTransformer: values, effects of halving, gradients
+(data/reference/README.md).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A mixture of experts: its routing can be read, and what is changed takes effect as in HookedTransformer."""
+"""A mixture of experts: its routing can be read, and what is changed takes effect as in
+HookedTransformer.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +76,18 @@ def test_a_token_can_be_sent_elsewhere_alone(case: str, implementation: str) -> 
 
 
 @pytest.mark.parametrize("case", CASES[:3])
-def test_each_expert_shows_what_it_computes_of_the_tokens_that_it_was_sent(case: str, implementation: str) -> None:
-    """The values, effects and gradients are in by_hand/test_by_hand.py; this is for every implementation."""
+def test_each_expert_shows_what_it_computes_of_the_tokens_that_it_was_sent(
+    case: str, implementation: str
+) -> None:
+    """The values, effects and gradients are in by_hand/test_by_hand.py; this is for every
+    implementation.
+    """
     bridge = mixture(case, implementation)
-    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("gate", "pre", "post")]
+    names = [
+        f"blocks.1.mlp.experts.{e}.hook_{part}"
+        for e in range(4)
+        for part in ("gate", "pre", "post")
+    ]
     chosen = "blocks.1.mlp.hook_expert_indices"
     right = Run(by_hand(case, bridge.original_model), TOKENS).seen
     with torch.no_grad():
@@ -86,9 +96,13 @@ def test_each_expert_shows_what_it_computes_of_the_tokens_that_it_was_sent(case:
         assert torch.equal(bridge(TOKENS), plain)
     torch.testing.assert_close(logits, plain, atol=1e-5, rtol=1e-4)
     for name in names:
-        torch.testing.assert_close(cache[name].double(), right[name][0].detach(), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            cache[name].double(), right[name][0].detach(), atol=1e-4, rtol=1e-3
+        )
     rows = [len(cache[name]) for name in names[::3]]
-    assert rows == [(cache[chosen] == e).sum() for e in range(4)] and sum(rows) == 2 * TOKENS.numel()
+    assert (
+        rows == [(cache[chosen] == e).sum() for e in range(4)] and sum(rows) == 2 * TOKENS.numel()
+    )
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -106,7 +120,9 @@ def test_an_expert_without_tokens_has_no_rows(case: str) -> None:
     assert [list(cache[name].shape) for name in names] == [[0, 28], [n, 28], [0, 28], [n, 28]]
 
 
-def test_only_the_layer_that_is_asked_for_runs_its_experts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_layer_that_is_asked_for_runs_its_experts_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bridge = TransformerBridge(tiny("mixtral-gqa"))
     grouped, ran = ALL_EXPERTS_FUNCTIONS["grouped_mm"], []
 
@@ -148,9 +164,15 @@ def test_weights_of_another_type_than_the_logits_are_shown() -> None:
     model = tiny_model("laguna").to(torch.bfloat16)
     tokens = torch.arange(1, 9)[None]
     plain = model(tokens).logits
-    name = next(name for name in TransformerBridge(model).hook_dict if name.endswith("mlp.hook_expert_weights"))
+    name = next(
+        name
+        for name in TransformerBridge(model).hook_dict
+        if name.endswith("mlp.hook_expert_weights")
+    )
     returned: list[torch.Tensor] = []
-    router = model.get_submodule(name.replace("blocks", "model.layers").replace("hook_expert_weights", "gate"))
+    router = model.get_submodule(
+        name.replace("blocks", "model.layers").replace("hook_expert_weights", "gate")
+    )
     handle = router.register_forward_hook(lambda module, args, output: returned.extend(output[1:]))
     try:
         logits, cache = TransformerBridge(model).run_with_cache(tokens, names_filter=name)

@@ -1,4 +1,6 @@
-"""Attention sinks: what is shown is without them, what is computed is with them (values are in by_hand)."""
+"""Attention sinks: what is shown is without them, what is computed is with them (values are in
+by_hand).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_with_padding_the_pattern_is_the_models_own(bridge: TransformerBridge) -
     mask[0, :3] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        own = bridge.original_model(TOKENS, attention_mask=mask, position_ids=positions, output_attentions=True)
+        own = bridge.original_model(
+            TOKENS, attention_mask=mask, position_ids=positions, output_attentions=True
+        )
         logits, cache = bridge.run_with_cache(TOKENS, attention_mask=mask)
     assert torch.equal(logits, own.logits)
     for layer in range(2):
@@ -59,7 +63,12 @@ def test_a_head_that_may_see_nothing_gives_all_to_its_sink(bridge: TransformerBr
 
 
 def test_a_pattern_is_used_as_it_is_written(bridge: TransformerBridge) -> None:
-    with torch.no_grad(), bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", lambda x, hook: x * 3)]):
+    with (
+        torch.no_grad(),
+        bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", lambda x, hook: x * 3)]),
+    ):
         _, cache = bridge.run_with_cache(TOKENS)
     values = cache["v", 0].repeat_interleave(2, dim=2)
-    torch.testing.assert_close(cache["z", 0], torch.einsum("bhqk,bkhd->bqhd", cache["pattern", 0], values))
+    torch.testing.assert_close(
+        cache["z", 0], torch.einsum("bhqk,bkhd->bqhd", cache["pattern", 0], values)
+    )

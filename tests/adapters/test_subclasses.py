@@ -1,4 +1,6 @@
-"""A subclass from another package takes its parent's adapter where that holds of it; where not, it is said."""
+"""A subclass from another package takes its parent's adapter where that holds of it; where not, it
+is said.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class _Parallel(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = block.self_attn, block.mlp
         width = block.input_layernorm.weight.shape[0]
-        self.input_layernorm, self.post_attention_layernorm = LlamaRMSNorm(width), LlamaRMSNorm(width)
+        self.input_layernorm, self.post_attention_layernorm = (
+            LlamaRMSNorm(width),
+            LlamaRMSNorm(width),
+        )
 
     def forward(self, hidden_states: Tensor, **more: object) -> Tensor:
         attended = self.self_attn(hidden_states=hidden_states, **more)[0]
@@ -58,11 +63,17 @@ def test_another_computation_is_noticed_and_inferred(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "bridge"):
         bridge = TransformerBridge(model)
     said = caplog.records[0].getMessage()
-    assert said.startswith("ParallelLlama is a subclass of LlamaPreTrainedModel, whose adapter does not hold of it (")
-    assert bridge.offered().inferred and all(name.endswith(".mlp") for name in bridge.offered().not_offered)
+    assert said.startswith(
+        "ParallelLlama is a subclass of LlamaPreTrainedModel, whose adapter does not hold of it ("
+    )
+    assert bridge.offered().inferred and all(
+        name.endswith(".mlp") for name in bridge.offered().not_offered
+    )
     assert verify(bridge).passed and "blocks.0.hook_resid_mid" not in bridge.hook_dict
     seen: list[Tensor] = []
-    handle = model.model.layers[1].input_layernorm.register_forward_hook(lambda *call: seen.append(call[-1]))
+    handle = model.model.layers[1].input_layernorm.register_forward_hook(
+        lambda *call: seen.append(call[-1])
+    )
     _, cache = bridge.run_with_cache(TOKENS)
     handle.remove()
     assert torch.equal(cache["blocks.1.hook_attn_out"], seen[0])
@@ -70,7 +81,8 @@ def test_another_computation_is_noticed_and_inferred(caplog: pytest.LogCaptureFi
 
 def test_without_automatic_it_is_refused_with_the_claim() -> None:
     with pytest.raises(
-        UnsupportedModelError, match=r"whose adapter does not hold of it \(.+: .+\)\. docs/adapters\.md"
+        UnsupportedModelError,
+        match=r"whose adapter does not hold of it \(.+: .+\)\. docs/adapters\.md",
     ):
         TransformerBridge(made(ParallelLlama), automatic=False)
 
@@ -80,7 +92,9 @@ def test_the_same_computation_keeps_its_parents_adapter(caplog: pytest.LogCaptur
     assert not bridge.offered().inferred and not caplog.records
 
 
-def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_tried_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: object, **kwargs: object) -> str:
         raise CannotBeMade("it needs pixel_values")
 
@@ -88,8 +102,10 @@ def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.setattr("adapters.proofs.proofs.some_tokens", fails)
     TransformerBridge(made(SameLlama))
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "SameLlama is a subclass of LlamaPreTrainedModel, whose adapter was not tried on it: it needs pixel_values"
+    assert (
+        record.getMessage()
+        == "SameLlama is a subclass of LlamaPreTrainedModel, whose adapter was not tried on it: it"
+        " needs pixel_values"
     )
 
 

@@ -24,16 +24,19 @@ def test_verified(name, implementation, dtype):
 
 
 MODES = {
-    "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("automatic", [True, "always"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_wherever_it_is_asked_for(mode, dtype, automatic):
-    """With the same proofs, of a model made outside of the mode, inside of it, and of tokens made there."""
+    """With the same proofs, of a model made outside of the mode, inside of it, and of tokens made
+    there.
+    """
     outside = TransformerBridge(tiny("llama", dtype=dtype), automatic=automatic)
     right = [check.name for check in verify(outside).checks]
     with MODES[mode]():
@@ -77,7 +80,11 @@ def test_points_that_make_a_run_fail_are_named_with_the_error():
     for layer in range(3):
         change(bridge, f"blocks.{layer}.hook_mlp_out", view=Fails())
     change(bridge, "blocks.2.hook_attn_out", view=Fails())
-    (check,) = [check for check in verify(bridge).checks if check.name.startswith("every hook point fires once")]
+    (check,) = [
+        check
+        for check in verify(bridge).checks
+        if check.name.startswith("every hook point fires once")
+    ]
     said = [
         f"blocks.{name}: looking there ends in an error (RuntimeError: no such view)"
         for name in ("0.hook_mlp_out", "1.hook_mlp_out", "2.hook_attn_out")
@@ -93,7 +100,9 @@ def test_a_residual_that_misses_a_branch_is_noticed():
 
 def test_a_wrong_site_is_noticed():
     bridge = TransformerBridge(tiny("gpt2"))
-    change(bridge, "blocks.0.hook_attn_out", site=bridge.hook_dict["blocks.0.hook_mlp_out"].point.site)
+    change(
+        bridge, "blocks.0.hook_attn_out", site=bridge.hook_dict["blocks.0.hook_mlp_out"].point.site
+    )
     assert "resid_pre + attn_out = resid_mid" in failing(bridge)
 
 
@@ -175,7 +184,9 @@ def test_a_pattern_that_is_wrong_only_where_there_is_padding_is_noticed():
         identity = False
 
         def get(self, x, call):
-            return x.where(x[..., :1] > 0, x + 0.1)  # every token attends to the first, but where that is padding
+            return x.where(
+                x[..., :1] > 0, x + 0.1
+            )  # every token attends to the first, but where that is padding
 
         def put(self, x, new, call):
             return new.where(x[..., :1] > 0, new - 0.1)
@@ -194,16 +205,24 @@ def test_the_level_is_one_of_two():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_model_in_other_precision_is_verified(name):
-    """Norms and rotations are computed in single precision there, and the speeds of a rotation may be rounded."""
+    """Norms and rotations are computed in single precision there, and the speeds of a rotation may
+    be rounded.
+    """
     for dtype in (torch.float64, torch.bfloat16):
         report = verify(TransformerBridge(tiny(name).to(dtype)))
         assert report.passed, str(report)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", ["c_attn", "c_fc"]), ("llama", ["q_proj", "v_proj"])])
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gpt2", ["c_attn", "c_fc"]), ("llama", ["q_proj", "v_proj"])]
+)
 def test_layers_of_several_parts_are_verified(name, layers):
-    model = peft.get_peft_model(tiny(name), peft.LoraConfig(r=2, target_modules=layers, fan_in_fan_out=name == "gpt2"))
+    model = peft.get_peft_model(
+        tiny(name), peft.LoraConfig(r=2, target_modules=layers, fan_in_fan_out=name == "gpt2")
+    )
     report = verify(TransformerBridge(model))
     assert report.passed, str(report)
     assert "whose weight (Parameter) is not a plain matrix; merge adapters" in str(report)

@@ -14,27 +14,59 @@ from adapters.imports import gptj_is_like_others, known_error
 from bridge import TransformerBridge
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61,
-    "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 40, "pad_token_id": 0}
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 61,
+    "n_positions": 40,
+    "pad_token_id": 0,
+}
 NEO = {
-    "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 40,
-    "attention_types": [[["global", "local"], 1]], "window_size": 4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 40,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+}
 OPT = {name: size for name, size in SIZES.items() if name != "intermediate_size"} | {
-    "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0,
-}  # fmt: skip
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "dropout": 0.0,
+}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}
 T5 = {
-    "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 61,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 MHA, GQA, MQA = ({"num_key_value_heads": n} for n in (4, 2, 1))
 WIDE = {"head_dim": 12}
 WINDOW = {"sliding_window": 4}
 YARN = {
-    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 10}
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 10,
+    }
 }
 TIED, UNTIED = ({"tie_word_embeddings": tied} for tied in (True, False))
 
@@ -63,7 +95,8 @@ USUAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", SIZES),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
-#: Transformers itself has no scaled-dot-product attention for these, and says so when one asks for it.
+#: Transformers itself has no scaled-dot-product attention for these, and says so when one asks for
+#: it.
 EAGER_ONLY = ("gpt_neo", *(() if gptj_is_like_others() else ("gptj",)), "bloom", "gemma2-gqa")
 
 #: What else their configurations allow: which of the usual ones it changes, and how.
@@ -83,14 +116,20 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-mqa": ("mistral-gqa-window", MQA | WIDE),
     "mixtral-mha-tied-window": ("mixtral-gqa", MHA | TIED | WINDOW | {"num_experts_per_tok": 1}),
     "mixtral-mqa": ("mixtral-gqa", MQA | {"num_experts_per_tok": 3}),
-    "qwen2-mha-tied-window": ("qwen2-gqa", MHA | TIED | WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2-mha-tied-window": (
+        "qwen2-gqa",
+        MHA | TIED | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    ),
     "qwen2-mqa": ("qwen2-gqa", MQA),
     "qwen3-mha-bias-tied": ("qwen3-gqa", MHA | TIED | {"attention_bias": True}),
     "qwen3-mqa": ("qwen3-gqa", MQA),
     "gemma-gqa-bias": ("gemma-mqa", GQA | {"attention_bias": True}),
     "gemma-mha-untied": ("gemma-mqa", MHA | UNTIED),
     "gemma2-mha-bias-untied": ("gemma2-gqa", MHA | UNTIED | {"attention_bias": True}),
-    "gemma2-mqa-no-caps": ("gemma2-gqa", MQA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-mqa-no-caps": (
+        "gemma2-gqa",
+        MQA | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
     "gemma3-mha-bias-untied": ("gemma3-gqa", MHA | UNTIED | {"attention_bias": True}),
     "gemma3-mqa": ("gemma3-gqa", MQA),
     "phi-gqa-tied": ("phi", GQA | TIED),
@@ -98,15 +137,28 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-mha-tied": ("phi3-gqa", MHA | TIED),
     "phi3-mqa-window": ("phi3-gqa", MQA | WINDOW),
     "bert-untied": ("bert", UNTIED),
-    "gpt_oss-mha-no-bias-tied": ("gpt_oss-gqa", MHA | TIED | {"attention_bias": False, "num_experts_per_tok": 1}),
+    "gpt_oss-mha-no-bias-tied": (
+        "gpt_oss-gqa",
+        MHA | TIED | {"attention_bias": False, "num_experts_per_tok": 1},
+    ),
     "gpt_oss-mqa-no-window": ("gpt_oss-gqa", MQA | {"layer_types": ["full_attention"] * 2}),
     "qwen2_moe-mha-tied-dense-first": ("qwen2_moe-gqa", MHA | TIED | {"mlp_only_layers": [0]}),
-    "qwen2_moe-mqa-window": ("qwen2_moe-gqa", MQA | WINDOW | {"use_sliding_window": True, "decoder_sparse_step": 2}),
+    "qwen2_moe-mqa-window": (
+        "qwen2_moe-gqa",
+        MQA | WINDOW | {"use_sliding_window": True, "decoder_sparse_step": 2},
+    ),
     "qwen2_moe-equal-widths": (
         "qwen2_moe-gqa",
-        {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+        {
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
     ),
-    "qwen3_moe-dense-window": ("qwen3_moe-gqa", WINDOW | {"use_sliding_window": True, "mlp_only_layers": [1]}),
+    "qwen3_moe-dense-window": (
+        "qwen3_moe-gqa",
+        WINDOW | {"use_sliding_window": True, "mlp_only_layers": [1]},
+    ),
     "t5-gated-untied": ("t5", UNTIED | {"feed_forward_proj": "gated-gelu"}),
 }
 # In half precision, torch multiplies groups of rows that are multiples of 16 bytes.
@@ -117,10 +169,18 @@ ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cwm-gqa": ("CwmForCausalLM", "CwmConfig", SIZES | GQA | WIDE | WINDOW),
     "ministral-gqa": ("MinistralForCausalLM", "MinistralConfig", SIZES | GQA | WIDE | WINDOW),
     "seed_oss-gqa": ("SeedOssForCausalLM", "SeedOssConfig", SIZES | GQA | WIDE),
-    "smollm3-gqa": ("SmolLM3ForCausalLM", "SmolLM3Config", SIZES | GQA | {"no_rope_layers": [1, 0]}),
+    "smollm3-gqa": (
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        SIZES | GQA | {"no_rope_layers": [1, 0]},
+    ),
     "helium-gqa": ("HeliumForCausalLM", "HeliumConfig", SIZES | GQA | {"head_dim": 8}),
     "ernie4_5-gqa": ("Ernie4_5ForCausalLM", "Ernie4_5Config", SIZES | GQA | WIDE),
-    "gpt_oss-gqa": ("GptOssForCausalLM", "GptOssConfig", SIZES | GQA | WIDE | WINDOW | YARN | {"num_local_experts": 4}),
+    "gpt_oss-gqa": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        SIZES | GQA | WIDE | WINDOW | YARN | {"num_local_experts": 4},
+    ),
     "qwen2_moe-gqa": ("Qwen2MoeForCausalLM", "Qwen2MoeConfig", SIZES | GQA | MIXED | SHARED),
     "qwen3_moe-gqa": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES | GQA | WIDE | MIXED),
 }
@@ -128,13 +188,20 @@ ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
 CLASSES = {
     "gpt2": ("GPT2Model", "GPT2ForSequenceClassification"),
     "llama-gqa": ("LlamaModel", "LlamaForTokenClassification"),
-    "bert": ("BertForNextSentencePrediction", "BertForPreTraining", "BertModel", "BertForSequenceClassification"),
+    "bert": (
+        "BertForNextSentencePrediction",
+        "BertForPreTraining",
+        "BertModel",
+        "BertForSequenceClassification",
+    ),
     "t5": ("T5EncoderModel", "T5Model"),
 }
 
 
 def tiny(case: str, cls: str | None = None, **more: Any) -> PreTrainedModel:
-    """The model of a case with random weights, none of them left at a trivial value, in evaluation mode."""
+    """The model of a case with random weights, none of them left at a trivial value, in evaluation
+    mode.
+    """
     usual, changes = OTHER.get(case, (case, {}))
     usual_cls, config_cls, fields = (USUAL | ALIKE)[usual]
     config = getattr(transformers, config_cls)(**fields | changes)
@@ -179,7 +246,9 @@ def test_verified_with_other_options(case: str) -> None:
     holds(tiny(case))
 
 
-@pytest.mark.parametrize(("case", "cls"), [(case, cls) for case, classes in CLASSES.items() for cls in classes])
+@pytest.mark.parametrize(
+    ("case", "cls"), [(case, cls) for case, classes in CLASSES.items() for cls in classes]
+)
 def test_verified_with_other_heads(case: str, cls: str) -> None:
     holds(tiny(case, cls))
 
@@ -201,7 +270,10 @@ def test_verified_beyond_the_eighteen(case: str) -> None:
 def test_a_layer_without_rotation_says_so() -> None:
     with torch.no_grad():
         _, cache = TransformerBridge(tiny("smollm3-gqa")).run_with_cache(torch.arange(3, 9)[None])
-    rotated = [not torch.equal(cache["q", layer, "attn"], cache["rot_q", layer, "attn"]) for layer in range(2)]
+    rotated = [
+        not torch.equal(cache["q", layer, "attn"], cache["rot_q", layer, "attn"])
+        for layer in range(2)
+    ]
     assert rotated == [True, False]
 
 

@@ -11,18 +11,34 @@ from bridge import NativeConfig, TransformerBridge
 from tests.conftest import FAMILIES, tiny
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 20, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 20,
+    "pad_token_id": 0,
+}
 GQA, WIDE = {"num_key_value_heads": 2}, {"head_dim": 12}
-GPTJ = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20, "rotary_dim": 4}
+GPTJ = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 20,
+    "rotary_dim": 4,
+}
 OPT = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
 
 HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SIZES | GQA | WIDE | {"attention_bias": True}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", SIZES | GQA | WIDE),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", SIZES | GQA),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", GPTJ),
     "phi": ("PhiForCausalLM", "PhiConfig", SIZES),
     "opt": ("OPTForCausalLM", "OPTConfig", OPT | {"ffn_dim": 28, "word_embed_proj_dim": 32}),
@@ -52,7 +68,9 @@ def bridge_of(case: str) -> TransformerBridge:
             bridge = TransformerBridge.boot_native(NativeConfig(**BASE, **NATIVE[case]))
         else:
             cls, config, fields = HUGGING_FACE[case]
-            bridge = TransformerBridge(getattr(transformers, cls)(getattr(transformers, config)(**fields)))
+            bridge = TransformerBridge(
+                getattr(transformers, cls)(getattr(transformers, config)(**fields))
+            )
         with torch.no_grad():
             for parameter in bridge.original_model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)

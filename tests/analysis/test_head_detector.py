@@ -16,9 +16,9 @@ from bridge.analysis.head_detector import (
     get_induction_head_detection_pattern,
     get_previous_token_head_detection_pattern,
 )
+from bridge.arguments import CannotBeDoneError
 from bridge.cache import ActivationCache
 from bridge.embedded import prompts
-from bridge.hooks.arguments import CannotBeDoneError
 
 TEXT = "When Mary and John went to the store, John gave a drink to Mary"
 
@@ -43,7 +43,9 @@ def patterns(bridge, text):
 
 
 def earlier(tokens, offset):
-    """For each query, the keys that stand `offset` behind an earlier place of the query's token, one by one."""
+    """For each query, the keys that stand `offset` behind an earlier place of the query's token,
+    one by one.
+    """
     n = len(tokens)
     wanted = torch.zeros(n, n)
     for query in range(n):
@@ -64,7 +66,9 @@ def test_detection_patterns_by_hand():
 @pytest.mark.parametrize("exclude_bos", [False, True])
 @pytest.mark.parametrize("exclude_current_token", [False, True])
 @pytest.mark.parametrize("kind", HEAD_NAMES)
-def test_scores_are_the_share_of_attention(embedded, repeated, kind, exclude_bos, exclude_current_token):
+def test_scores_are_the_share_of_attention(
+    embedded, repeated, kind, exclude_bos, exclude_current_token
+):
     tokens = embedded.to_tokens(repeated)[0]
     n = len(tokens)
     wanted = {
@@ -88,7 +92,9 @@ def test_scores_are_the_share_of_attention(embedded, repeated, kind, exclude_bos
 
 
 def test_the_shipped_models_heads_are_found(embedded, repeated):
-    """The heads that attend, by more than half, one token behind the earlier place, and those that look back by one."""
+    """The heads that attend, by more than half, one token behind the earlier place, and those that
+    look back by one.
+    """
     tokens = embedded.to_tokens(repeated)[0]
     half = (len(tokens) - 1) // 2
     attention = patterns(embedded, repeated)
@@ -115,20 +121,33 @@ def test_only_the_heads_asked_for(embedded):
 
 def test_caches_are_used_and_left_as_they_are(embedded):
     every = detect_head(embedded, TEXT, "induction_head", exclude_bos=True)
-    for options in ({}, {"remove_batch_dim": True}, {"names_filter": lambda name: name.endswith("pattern")}):
+    for options in (
+        {},
+        {"remove_batch_dim": True},
+        {"names_filter": lambda name: name.endswith("pattern")},
+    ):
         _, cache = embedded.run_with_cache(TEXT, **options)
         before = {name: value.clone() for name, value in cache.items()}
-        assert torch.equal(detect_head(embedded, TEXT, "induction_head", cache=cache, exclude_bos=True), every)
-        alone = ActivationCache(dict(cache), None, cache.has_batch_dim)  # which does not know its axes
-        assert torch.equal(detect_head(embedded, TEXT, "induction_head", cache=alone, exclude_bos=True), every)
+        assert torch.equal(
+            detect_head(embedded, TEXT, "induction_head", cache=cache, exclude_bos=True), every
+        )
+        alone = ActivationCache(
+            dict(cache), None, cache.has_batch_dim
+        )  # which does not know its axes
+        assert torch.equal(
+            detect_head(embedded, TEXT, "induction_head", cache=alone, exclude_bos=True), every
+        )
         assert all(torch.equal(cache[name], value) for name, value in before.items())
     _, other = embedded.run_with_cache("Mary and John")
-    with pytest.raises(CannotBeDoneError, match="the cache is of another input"):
+    with pytest.raises(CannotBeDoneError, match="the cache belongs to another input"):
         detect_head(embedded, TEXT, "induction_head", cache=other)
 
 
 def test_several_texts_are_averaged_with_all_arguments(embedded):
-    texts, options = [TEXT, "Mary and John went to the store"], {"heads": [(1, 0), (3, 2)], "exclude_bos": True}
+    texts, options = (
+        [TEXT, "Mary and John went to the store"],
+        {"heads": [(1, 0), (3, 2)], "exclude_bos": True},
+    )
     each = [detect_head(embedded, text, "previous_token_head", **options) for text in texts]
     torch.testing.assert_close(
         detect_head(embedded, texts, "previous_token_head", **options), torch.stack(each).mean(0)
@@ -189,13 +208,21 @@ def test_errors(embedded):
         detect_head(embedded, [], "induction_head")
     same = {"exclude_bos": False, "exclude_current_token": False}
     with pytest.raises(CannotBeDoneError, match="must be square"):
-        compute_head_attention_similarity_score(torch.ones(2, 3), torch.ones(2, 3), **same, error_measure="mul")
+        compute_head_attention_similarity_score(
+            torch.ones(2, 3), torch.ones(2, 3), **same, error_measure="mul"
+        )
     with pytest.raises(CannotBeDoneError, match=r"is \[3, 3\], the detection pattern \[2, 2\]"):
-        compute_head_attention_similarity_score(torch.ones(3, 3), torch.ones(2, 2), **same, error_measure="mul")
+        compute_head_attention_similarity_score(
+            torch.ones(3, 3), torch.ones(2, 2), **same, error_measure="mul"
+        )
     with pytest.raises(CannotBeDoneError, match="attends to later tokens"):
-        compute_head_attention_similarity_score(torch.ones(3, 3), torch.eye(3), **same, error_measure="abs")
+        compute_head_attention_similarity_score(
+            torch.ones(3, 3), torch.eye(3), **same, error_measure="abs"
+        )
     with pytest.raises(CannotBeDoneError, match="error_measure is 'sum'"):
-        compute_head_attention_similarity_score(torch.ones(3, 3), torch.eye(3), **same, error_measure="sum")
+        compute_head_attention_similarity_score(
+            torch.ones(3, 3), torch.eye(3), **same, error_measure="sum"
+        )
 
 
 def test_a_text_as_long_as_the_context_fits(embedded):
@@ -209,7 +236,10 @@ def test_legacy_names_are_these():
     from bridge.legacy import head_detector
 
     assert head_detector.detect_head is detect_head
-    assert all(hasattr(head_detector, name) for name in ("HEAD_NAMES", "get_supported_heads", "SEQ_LEN_ERR"))
+    assert all(
+        hasattr(head_detector, name)
+        for name in ("HEAD_NAMES", "get_supported_heads", "SEQ_LEN_ERR")
+    )
 
 
 def test_two_tokens_are_enough(embedded):

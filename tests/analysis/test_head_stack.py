@@ -1,4 +1,6 @@
-"""The results of all heads, stacked: nothing of the cache is aliased, and the numbers are those of an einsum."""
+"""The results of all heads, stacked: nothing of the cache is aliased, and the numbers are those of
+an einsum.
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

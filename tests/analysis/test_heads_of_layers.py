@@ -16,7 +16,11 @@ TOKENS, OTHERS = torch.tensor([[1, 5, 9, 33, 7]]), torch.tensor([[1, 5, 41, 33, 
 MODELS = {
     "more query heads": ("laguna", {"num_attention_heads_per_layer": [4, 8]}, [(4, 2), (8, 2)]),
     "fewer query heads": ("laguna", {"num_attention_heads_per_layer": [8, 2]}, [(8, 2), (2, 2)]),
-    "others than the configuration says": ("laguna", {"num_attention_heads_per_layer": [8, 8]}, [(8, 2), (8, 2)]),
+    "others than the configuration says": (
+        "laguna",
+        {"num_attention_heads_per_layer": [8, 8]},
+        [(8, 2), (8, 2)],
+    ),
     "more key heads": ("mimo_v2_flash", {}, [(4, 2), (4, 4)]),
 }
 
@@ -41,10 +45,15 @@ def test_names_weights_and_singular_vectors(case):
     assert bridge.all_head_labels == cache.stack_head_results(return_labels=True)[1] == labels
     svd = SVDInterpreter(bridge)
     for layer, n in enumerate(heads):
-        attn, out = bridge.blocks[layer].attn, bridge.original_model.model.layers[layer].self_attn.o_proj.weight
+        attn, out = (
+            bridge.blocks[layer].attn,
+            bridge.original_model.model.layers[layer].self_attn.o_proj.weight,
+        )
         assert cache["q", layer].shape[-2:] == attn.W_Q.shape[::2]
         for letter in "qkv":
-            assert torch.equal(getattr(attn, f"W_{letter.upper()}"), by_hand(bridge, letter, layer, n))
+            assert torch.equal(
+                getattr(attn, f"W_{letter.upper()}"), by_hand(bridge, letter, layer, n)
+            )
         each = by_hand(bridge, "v", layer, n) @ out.T.unflatten(0, (n[0], -1))
         for head in range(n[0]):
             right = torch.linalg.svd(each[head]).Vh[0] @ bridge.W_U
@@ -59,7 +68,9 @@ def test_weights_of_unequal_layers_are_no_one_tensor(case):
     if heads[0][0] == heads[1][0]:
         assert bridge.W_Q.shape[:2] == (2, heads[0][0])
         return
-    with pytest.raises(AttributeError, match="W_Q of LagunaForCausalLM has other shapes in other layers"):
+    with pytest.raises(
+        AttributeError, match="W_Q of LagunaForCausalLM has other shapes in other layers"
+    ):
         _ = bridge.W_Q
 
 

@@ -1,4 +1,6 @@
-"""Statistics of patterns that come in pieces: those of the whole, in memory that grows with the prompt."""
+"""Statistics of patterns that come in pieces: those of the whole, in memory that grows with the
+prompt.
+"""
 
 import copy
 import pickle
@@ -23,18 +25,26 @@ def patterns(name):
     return name.endswith("hook_pattern")
 
 
-def assert_those_of(seen, cache, keys, top):
+def assert_those_of(seen, cache, keys, top, mask=None):
     names = [name for name in cache if patterns(name)]
     assert list(seen.entropy) == names
     for name in names:
         whole = cache[name].float()
         expected = -(whole * whole.clamp_min(1e-30).log()).sum(-1)
         torch.testing.assert_close(seen.entropy[name], expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(seen.attention[name], whole[..., keys], atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(seen.received[name], whole.sum(2), atol=1e-5, rtol=1e-5)
+        of_keys = None if name.startswith("decoder.") and ".attn." in name else mask
+        of_queries = None if name.startswith("decoder.") else mask
+        for i, row in enumerate(whole):
+            places = range(row.shape[-1]) if of_keys is None else of_keys[i].nonzero().flatten()
+            attention = row[..., [int(places[key]) for key in keys]]
+            torch.testing.assert_close(seen.attention[name][i], attention, atol=2e-6, rtol=1e-5)
+            received = (row if of_queries is None else row[:, of_queries[i].bool()]).sum(1)
+            torch.testing.assert_close(seen.received[name][i], received, atol=1e-5, rtol=1e-5)
         values = whole.topk(top, -1).values
         torch.testing.assert_close(seen.top_weights[name], values, atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(whole.gather(-1, seen.top_keys[name]), values, atol=4e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            whole.gather(-1, seen.top_keys[name]), values, atol=4e-6, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -50,7 +60,27 @@ def test_statistics_of_pieces_are_those_of_the_whole(family, task, attention, ma
         seen = PatternStatistics(keys=[0, -1], top=3)
         logits = bridge.run_with_callback(tokens, seen, patterns, max_bytes=max_bytes, **given)
         assert torch.equal(logits, bridge(tokens, **given))
-        assert_those_of(seen, cache, [0, -1], 3)
+        assert_those_of(seen, cache, [0, -1], 3, given.get("attention_mask"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("max_bytes", [1, None])
+def test_padding_is_neither_key_nor_query(side, max_bytes):
+    bridge, name = TransformerBridge(tiny("llama")), "blocks.1.attn.hook_pattern"
+    rows = [torch.arange(1, 8), torch.arange(20, 24)]
+    tokens, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
+    places = [slice(7 - len(row), 7) if side == "left" else slice(len(row)) for row in rows]
+    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+        tokens[i, place], mask[i, place] = row, 1
+    seen = PatternStatistics(keys=[0, -1])
+    bridge.run_with_callback(tokens, seen, patterns, max_bytes=max_bytes, attention_mask=mask)
+    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+        pattern = bridge.run_with_cache(row, names_filter=name)[1][name][0]
+        torch.testing.assert_close(seen.attention[name][i][:, place], pattern[..., [0, -1]])
+        torch.testing.assert_close(seen.received[name][i][:, place], pattern.sum(-2))
+    short = PatternStatistics(keys=[5])
+    with pytest.raises(ValueError, match="the shortest prompt has 4 tokens"):
+        bridge.run_with_callback(tokens, short, patterns, attention_mask=mask)
 
 
 def test_pieces_come_in_order_and_fit(tokens, monkeypatch):
@@ -92,7 +122,12 @@ def test_a_second_run_is_refused(max_bytes, tokens):
     bridge.run_with_callback(tokens, seen, name, max_bytes=max_bytes)
     kept = pickle.loads(pickle.dumps(seen))
     for statistics in (seen, kept, copy.deepcopy(seen)):
-        for again, names in ((tokens, name), (tokens[:1], name), (tokens[:, :4], name), (tokens, patterns)):
+        for again, names in (
+            (tokens, name),
+            (tokens[:1], name),
+            (tokens[:, :4], name),
+            (tokens, patterns),
+        ):
             with pytest.raises(ValueError, match="second run"):
                 bridge.run_with_callback(again, statistics, names, max_bytes=max_bytes)
         assert statistics.entropy[name].shape == (2, 4, 9)
@@ -106,16 +141,25 @@ def test_a_second_run_is_refused(max_bytes, tokens):
 
 def test_memory_grows_with_the_prompt():
     config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4, intermediate_size=64,
-        vocab_size=61, max_position_embeddings=4096,
-    )  # fmt: skip
-    bridge = TransformerBridge(LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval())
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=64,
+        vocab_size=61,
+        max_position_embeddings=4096,
+    )
+    bridge = TransformerBridge(
+        LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    )
     above = []
     with torch.no_grad():
         for length in (1024, 4096):
             tokens = torch.randint(0, 61, (1, length))
             seen = PatternStatistics(keys=[0], top=1)
-            peak = peak_bytes(lambda: bridge.run_with_callback(tokens, seen, patterns, max_bytes=2**20))  # noqa: B023
+            peak = peak_bytes(
+                lambda: bridge.run_with_callback(tokens, seen, patterns, max_bytes=2**20)  # noqa: B023
+            )
             above.append(peak - peak_bytes(lambda: bridge(tokens)))  # noqa: B023
     # Two layers, and for each query of 16 heads four numbers, one of which is of 8 bytes.
     assert above[1] < 2**21 + 2 * 16 * 4096 * 24 * 1.5 and above[1] < 5 * above[0]
@@ -158,8 +202,8 @@ from bridge.analysis.patterns import PatternStatistics
 
 torch.set_grad_enabled(False)
 config = LlamaConfig(
-    hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=64, vocab_size=61,
-    max_position_embeddings=4096,
+    hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=64,
+    vocab_size=61, max_position_embeddings=4096,
 )
 bridge, tokens = TransformerBridge(LlamaForCausalLM(config).eval()), torch.randint(3, 61, (1, 4096))
 line = lambda what: float(Path("/proc/self/status").read_text().split(what)[1].split()[0]) / 1024
@@ -172,7 +216,9 @@ print(line("VmHWM:") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process' own memory is read from Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the process' own memory is read from Linux"
+)
 def test_the_process_holds_pieces_and_not_the_whole():
     """What stays of a piece must not stand in the room of the next: the heap would grow by each."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)

@@ -1,4 +1,6 @@
-"""What is derived from a run follows the declared recipe: how the stream begins, and how logits are made of its end."""
+"""What is derived from a run follows the declared recipe: how the stream begins, and how logits are
+made of its end.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ ONE, OTHER = 5, 7
 
 
 def constant(bridge: TransformerBridge) -> Tensor:
-    """What belongs to no term: the bias of the logits and of the final norm, for one token over another."""
+    """What belongs to no term: the bias of the logits and of the final norm, for one token over
+    another.
+    """
     found = bridge.b_U[ONE] - bridge.b_U[OTHER]
     bias = bridge.weights["ln_final.b"] if "ln_final.b" in bridge.weights.getters else None
     return found if bias is None else found + bias @ (bridge.W_U[:, ONE] - bridge.W_U[:, OTHER])
 
 
 @pytest.mark.parametrize(
-    "model_type", ["cohere", "granite", "minicpm3", "falcon_h1", "hyperclovax", "inkling_text", "mbart", "openai-gpt"]
+    "model_type",
+    [
+        "cohere",
+        "granite",
+        "minicpm3",
+        "falcon_h1",
+        "hyperclovax",
+        "inkling_text",
+        "mbart",
+        "openai-gpt",
+    ],
 )
 def test_attributions_of_all_terms_are_the_difference_of_logits(model_type: str) -> None:
     bridge = TransformerBridge(tiny_model(model_type))
@@ -35,20 +49,33 @@ def test_attributions_of_all_terms_are_the_difference_of_logits(model_type: str)
     torch.testing.assert_close(parts, logits[..., ONE] - logits[..., OTHER], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["modernbert-decoder", "megatron-bert", "xlm-roberta-xl", "bert"])
+@pytest.mark.parametrize(
+    "model_type", ["modernbert-decoder", "megatron-bert", "xlm-roberta-xl", "bert"]
+)
 def test_an_activation_before_the_logits_is_refused(model_type: str) -> None:
     bridge = TransformerBridge(tiny_model(model_type))
     with torch.no_grad():
         _, cache = bridge.run_with_cache(TOKENS)
-        with pytest.raises(ValueError, match="activation function stand between"):
+        with pytest.raises(ValueError, match="activation function come between"):
             cache.logit_attrs(cache.decompose_resid(), ONE, OTHER)
-        with pytest.raises(ValueError, match="activation function stand between"):
-            head_contributions(bridge, TOKENS, torch.tensor([ONE, ONE]), torch.tensor([OTHER, OTHER]))
+        with pytest.raises(ValueError, match="activation function come between"):
+            head_contributions(
+                bridge, TOKENS, torch.tensor([ONE, ONE]), torch.tensor([OTHER, OTHER])
+            )
 
 
 @pytest.mark.parametrize(
     "model_type",
-    ["mbart", "roberta-prelayernorm", "blenderbot-small", "roc_bert", "xmod", "rembert", "xlm", "longcat_flash"],
+    [
+        "mbart",
+        "roberta-prelayernorm",
+        "blenderbot-small",
+        "roc_bert",
+        "xmod",
+        "rembert",
+        "xlm",
+        "longcat_flash",
+    ],
 )
 def test_terms_sum_to_the_stream_at_every_layer(model_type: str) -> None:
     bridge = TransformerBridge(tiny_model(model_type))
@@ -74,7 +101,9 @@ def test_a_bias_that_marian_adds_to_its_logits_is_in_b_U() -> None:
 
 
 def test_a_norm_of_a_gemma_by_hand_with_the_factor_behind_it() -> None:
-    """HyperCLOVA X multiplies what the norm behind attention makes: each head's share, in float64."""
+    """HyperCLOVA X multiplies what the norm behind attention makes: each head's share, in
+    float64.
+    """
     model = tiny_model("hyperclovax").double()
     bridge = TransformerBridge(model)
     with torch.no_grad():
@@ -86,7 +115,12 @@ def test_a_norm_of_a_gemma_by_hand_with_the_factor_behind_it() -> None:
         )
         made = F.linear(results, block.self_attn.o_proj.weight)
         scale = (made.sum(-2).pow(2).mean(-1) + block.post_norm1.variance_epsilon).sqrt()
-        right = made / scale[..., None, None] * block.post_norm1.weight * model.config.residual_multiplier
+        right = (
+            made
+            / scale[..., None, None]
+            * block.post_norm1.weight
+            * model.config.residual_multiplier
+        )
     torch.testing.assert_close(heads, right.movedim(-2, 0), rtol=1e-9, atol=1e-9)
 
 
@@ -98,7 +132,9 @@ def test_terms_of_a_text_beside_images_have_the_norm_of_their_embeddings_once() 
         _, cache = bridge.run_with_cache(tokens, **more)
         for layer in range(bridge.cfg.n_layers):
             terms, labels = cache.decompose_resid(layer, return_labels=True)
-            torch.testing.assert_close(terms.sum(0), cache["resid_pre", layer], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                terms.sum(0), cache["resid_pre", layer], rtol=1e-4, atol=1e-4
+            )
             assert not [label for label in labels if "images" in label]
 
 
@@ -106,5 +142,5 @@ def test_logits_that_the_model_replaces_are_no_sum() -> None:
     """Chameleon gives the tokens of images the least logit that there is."""
     bridge = TransformerBridge(tiny_model("chameleon", "image_text"))
     _, cache = bridge.run_with_cache(TOKENS)
-    with pytest.raises(ValueError, match="a constant in place of the logits"):
+    with pytest.raises(ValueError, match="the logits of some tokens by a constant"):
         cache.logit_attrs(cache.decompose_resid(), ONE, OTHER)

@@ -1,4 +1,6 @@
-"""Methods of the cache and of the model against HookedTransformer's own results (data/reference/README.md)."""
+"""Methods of the cache and of the model against HookedTransformer's own results
+(data/reference/README.md).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from torch import Tensor
 from bridge import ActivationCache
 from tests.reference import DATA, FAMILIES, entries, reference, reference_model
 
-FAMILIES = [family for family in FAMILIES if family != "bert"]  # HookedEncoder's cache has no methods that work
+FAMILIES = [
+    family for family in FAMILIES if family != "bert"
+]  # HookedEncoder's cache has no methods that work
 #: Both modes run in every test of this file.
 MODES = ["raw", "processed"]
 
 METHODS: dict[str, Any] = {
     "decompose_resid": lambda c, **more: c.decompose_resid(**more),
-    "decompose_resid_mlp_input_layer1": lambda c, **more: c.decompose_resid(1, mlp_input=True, **more),
+    "decompose_resid_mlp_input_layer1": lambda c, **more: c.decompose_resid(
+        1, mlp_input=True, **more
+    ),
     "accumulated_resid": lambda c, **more: c.accumulated_resid(
         incl_mid=not c.model.cfg.parallel_attn_mlp, **more
     ),
@@ -33,8 +39,10 @@ METHODS: dict[str, Any] = {
     "composition_K": lambda c: c.model.all_composition_scores("K"),
     "composition_V": lambda c: c.model.all_composition_scores("V"),
     "accumulated_bias": lambda c: c.model.accumulated_bias(c.model.cfg.n_layers),
-    "tokens_to_residual_directions": lambda c: c.model.tokens_to_residual_directions(torch.tensor([5, 7, 9])),
-}  # fmt: skip
+    "tokens_to_residual_directions": lambda c: c.model.tokens_to_residual_directions(
+        torch.tensor([5, 7, 9])
+    ),
+}
 
 
 @cache
@@ -79,7 +87,10 @@ def test_circuits(family: str, mode: str) -> None:
     bridge, params = run(family, mode).model, entries(family, "param", mode)
 
     def stacked(name: str) -> Tensor:
-        found = [params.get(f"blocks.{i}.attn.{name}", params.get(f"blocks.{i}.attn._{name}")) for i in range(2)]
+        found = [
+            params.get(f"blocks.{i}.attn.{name}", params.get(f"blocks.{i}.attn._{name}"))
+            for i in range(2)
+        ]
         weights = torch.stack(found)  # type: ignore[arg-type]
         return weights.repeat_interleave(bridge.cfg.n_heads // weights.shape[1], dim=1)
 

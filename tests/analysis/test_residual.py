@@ -1,4 +1,6 @@
-"""Decompositions sum to the residual stream in every family; what they do with slices, gaps and odd models."""
+"""Decompositions sum to the residual stream in every family; what they do with slices, gaps and odd
+models.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def run(case: str) -> ActivationCache:
 
 
 def close(ours: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(ours, right.to(ours.dtype), atol=2e-5 * max(1.0, float(right.abs().max())), rtol=1e-4)
+    torch.testing.assert_close(
+        ours, right.to(ours.dtype), atol=2e-5 * max(1.0, float(right.abs().max())), rtol=1e-4
+    )
 
 
 def layers(c: ActivationCache) -> list[int]:
@@ -65,10 +69,16 @@ def test_heads_and_neurons_sum_to_the_stream(case: str, expand_neurons: bool) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_each_layer_reads(case: str) -> None:
-    """Normed terms sum to what the model's own norm made of the stream, weight and bias taken off."""
+    """Normed terms sum to what the model's own norm made of the stream, weight and bias taken
+    off.
+    """
     c = run(case)
     model = c.model
-    for layer, mlp_input, name in ((1, False, "blocks.1.ln1"), (1, True, "blocks.1.ln2"), (-1, False, "ln_final")):
+    for layer, mlp_input, name in (
+        (1, False, "blocks.1.ln1"),
+        (1, True, "blocks.1.ln2"),
+        (-1, False, "ln_final"),
+    ):
         if case == "bert":
             name = {"blocks.1.ln2": "blocks.1.ln1"}.get(name, "none")
         if f"{name}.hook_normalized" not in model.hook_dict:
@@ -79,7 +89,9 @@ def test_what_each_layer_reads(case: str) -> None:
         normalized = c[f"{name}.hook_normalized"]
         hook = model.hook_dict[f"{name}.hook_normalized"]
         weights = model.weights.getters
-        if f"{name}.b" in weights and hook is not None:  # a layer norm's hook is after weight and bias
+        if (
+            f"{name}.b" in weights and hook is not None
+        ):  # a layer norm's hook is after weight and bias
             normalized = (normalized - model.weights[f"{name}.b"]) / model.weights[f"{name}.w"]
         close(terms, normalized.detach())
 
@@ -89,7 +101,9 @@ def test_logits_are_sums(case: str) -> None:
     c = run(case)
     model = c.model
     with torch.no_grad():
-        _, extra = model.run_with_cache(TOKENS, names_filter=["unembed.hook_out"])  # before a soft cap
+        _, extra = model.run_with_cache(
+            TOKENS, names_filter=["unembed.hook_out"]
+        )  # before a soft cap
     right = extra["unembed.hook_out"]
     stack = c.get_full_resid_decomposition(expand_neurons=False, post_norms=True)
     ours = c.logit_attrs(stack, 5, 9, norm_weights=True).sum(0)
@@ -113,7 +127,11 @@ def test_remainders_and_layers(case: str) -> None:
         if case in EXPERTS or c.model.cfg.attn_only:
             continue
         stack, labels = c.stack_neuron_results(layer, incl_remainder=True, return_labels=True)
-        assert labels == [*c.model.get_neuron_labels(layer), "remainder"] if layer else labels == ["remainder"]
+        assert (
+            labels == [*c.model.get_neuron_labels(layer), "remainder"]
+            if layer
+            else labels == ["remainder"]
+        )
         close(stack.sum(0), stream_at(c, layer))
     assert c.stack_head_results(0).shape == (0, 2, 7, 32)
 
@@ -140,7 +158,9 @@ def test_heads_and_neurons_are_what_the_hooks_show(case: str) -> None:
 
 @pytest.mark.parametrize("case", GEMMAS)
 def test_norms_after_the_parts(case: str) -> None:
-    """By hand: each head over the post-norm's scale, times its weight; HookedTransformer's numbers leave that out."""
+    """By hand: each head over the post-norm's scale, times its weight; HookedTransformer's numbers
+    leave that out.
+    """
     c = run(case)
     norm = c.model.original_model.get_submodule("model.layers.0.post_attention_layernorm")
     heads = c.stack_head_results(1)
@@ -153,9 +173,18 @@ def test_norms_after_the_parts(case: str) -> None:
 def test_the_norms_of_bert_by_hand() -> None:
     c = run("bert")
     stack, labels = c.decompose_resid(1, return_labels=True)
-    assert labels == ["embed", "pos_embed", "token_type_embed", "0_attn_out", "0_mlp_out", "norm_bias"]
+    assert labels == [
+        "embed",
+        "pos_embed",
+        "token_type_embed",
+        "0_attn_out",
+        "0_mlp_out",
+        "norm_bias",
+    ]
 
-    def through(name: str, module: str, terms: list[Tensor], bias: Tensor) -> tuple[list[Tensor], Tensor]:
+    def through(
+        name: str, module: str, terms: list[Tensor], bias: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
         norm = c.model.original_model.get_submodule(module)
 
         def linear(x: Tensor) -> Tensor:
@@ -165,13 +194,17 @@ def test_the_norms_of_bert_by_hand() -> None:
 
     names = ["hook_embed", "hook_pos_embed", "embed.hook_token_type_embed"]
     start = torch.zeros_like(c["resid_pre", 0])
-    terms, bias = through("embed.ln", "bert.embeddings.LayerNorm", [c[name] for name in names], start)
+    terms, bias = through(
+        "embed.ln", "bert.embeddings.LayerNorm", [c[name] for name in names], start
+    )
     terms.append(c["attn_out", 0])
-    terms, bias = through("blocks.0.ln1", "bert.encoder.layer.0.attention.output.LayerNorm", terms, bias)
+    terms, bias = through(
+        "blocks.0.ln1", "bert.encoder.layer.0.attention.output.LayerNorm", terms, bias
+    )
     terms.append(c["mlp_out", 0])
     terms, bias = through("blocks.0.ln2", "bert.encoder.layer.0.output.LayerNorm", terms, bias)
     close(stack, torch.stack([*terms, bias]))
-    with pytest.raises(ValueError, match="activation function stand between"):
+    with pytest.raises(ValueError, match="activation function come between"):
         c.logit_attrs(stack, 5)
     final = c.accumulated_resid(return_labels=True, apply_ln=True)
     assert final[1] == ["0_pre", "1_pre", "final_post"]
@@ -190,7 +223,9 @@ def test_slices_are_slices_of_the_whole(case: str) -> None:
     calls: list[Any] = [
         lambda pos: c.decompose_resid(apply_ln=True, pos_slice=pos),
         lambda pos: c.accumulated_resid(apply_ln=True, pos_slice=pos),
-        lambda pos: c.stack_head_results(apply_ln=True, incl_remainder=True, pos_slice=pos, post_norms=True),
+        lambda pos: c.stack_head_results(
+            apply_ln=True, incl_remainder=True, pos_slice=pos, post_norms=True
+        ),
         lambda pos: c.stack_neuron_results(-1, pos_slice=pos, neuron_slice=(0, 5), apply_ln=True),
         lambda pos: c.get_full_resid_decomposition(pos_slice=pos, apply_ln=True, post_norms=True),
     ]
@@ -231,12 +266,21 @@ def test_without_a_batch_axis() -> None:
 
 def test_rows_of_the_batch() -> None:
     c = run("gpt2")
-    for rows, right in ((1, 1), ([1], [1]), ((0, 1), slice(0, 1)), (None, slice(None)), (torch.tensor(0), 0)):
+    for rows, right in (
+        (1, 1),
+        ([1], [1]),
+        ((0, 1), slice(0, 1)),
+        (None, slice(None)),
+        (torch.tensor(0), 0),
+    ):
         part = c.apply_slice_to_batch_dim(rows)
         assert part.has_batch_dim is not isinstance(right, int)
         assert list(part) == list(c) == list(part.keys())
         assert all(torch.equal(value, c[name][right]) for name, value in part.items())
-        close(part.get_full_resid_decomposition(apply_ln=True), c.get_full_resid_decomposition(apply_ln=True)[:, right])
+        close(
+            part.get_full_resid_decomposition(apply_ln=True),
+            c.get_full_resid_decomposition(apply_ln=True)[:, right],
+        )
         attrs = c.logit_attrs(c.decompose_resid(), 5, batch_slice=rows)
         close(attrs, c.logit_attrs(c.decompose_resid(), 5)[:, right])
     with pytest.raises(ValueError, match="batch axis was removed"):
@@ -256,10 +300,15 @@ def test_rows_that_are_of_no_batch() -> None:
 def test_tokens_for_rows_and_positions() -> None:
     c = run("llama")
     stack = c.decompose_resid()
-    each = torch.stack([c.logit_attrs(stack, token) for token in range(61)], -1)  # component batch pos token
+    each = torch.stack(
+        [c.logit_attrs(stack, token) for token in range(61)], -1
+    )  # component batch pos token
     rows, places = torch.tensor([4, 8]), torch.randint(0, 61, (2, 7))
     close(c.logit_attrs(stack, rows), torch.stack([each[:, 0, :, 4], each[:, 1, :, 8]], 1))
-    close(c.logit_attrs(stack, places), each.gather(-1, places.expand(len(stack), 2, 7)[..., None])[..., 0])
+    close(
+        c.logit_attrs(stack, places),
+        each.gather(-1, places.expand(len(stack), 2, 7)[..., None])[..., 0],
+    )
     close(c.logit_attrs(stack[:, :, -1], rows, pos_slice=-1), c.logit_attrs(stack, rows)[..., -1])
     close(c.logit_attrs(stack, torch.tensor([4]), 8), each[..., 4] - each[..., 8])
     with pytest.raises(ValueError, match="different shapes"):
@@ -276,7 +325,8 @@ def test_what_is_missing_is_named() -> None:
     bridge = bridge_of("gemma2")
     _, c = bridge.run_with_cache(TOKENS, names_filter="hook_embed")
     with pytest.raises(
-        MissingActivationsError, match=r"blocks.0.hook_attn_out.*and 1 more.*endswith\(\('hook_attn_out"
+        MissingActivationsError,
+        match=r"blocks.0.hook_attn_out.*and 1 more.*endswith\(\('hook_attn_out",
     ):
         c.decompose_resid()
     with pytest.raises(MissingActivationsError, match=r"blocks.0.attn.hook_z.*ln1_post.hook_scale"):
@@ -311,7 +361,15 @@ def test_what_cannot_be() -> None:
 def test_an_encoder_and_a_decoder() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=16, d_kv=4, d_ff=20, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0)
+    config = T5Config(
+        d_model=16,
+        d_kv=4,
+        d_ff=20,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=61,
+        decoder_start_token_id=0,
+    )
     bridge = TransformerBridge(T5ForConditionalGeneration(config).eval())
     with torch.no_grad():
         _, c = bridge.run_with_cache(TOKENS, decoder_input_ids=TOKENS[:, :3])
@@ -357,12 +415,20 @@ def test_nothing_runs_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gradients_of_a_live_cache() -> None:
-    """A cache of tensors with a graph keeps it; one of detached tensors does not hang on the weights."""
+    """A cache of tensors with a graph keeps it; one of detached tensors does not hang on the
+    weights.
+    """
     c = run("gpt2")
-    live = ActivationCache({name: value.clone().requires_grad_() for name, value in c.cache_dict.items()}, c.model)
+    live = ActivationCache(
+        {name: value.clone().requires_grad_() for name, value in c.cache_dict.items()}, c.model
+    )
     live.get_full_resid_decomposition(apply_ln=True).sum().backward()
     assert live["z", 0].grad is not None
-    for stack in (c.get_full_resid_decomposition(apply_ln=True), c.stack_neuron_results(1), c.get_neuron_results(0)):
+    for stack in (
+        c.get_full_resid_decomposition(apply_ln=True),
+        c.stack_neuron_results(1),
+        c.get_neuron_results(0),
+    ):
         assert not stack.requires_grad
     c.toggle_autodiff(False)
     try:
@@ -390,7 +456,9 @@ def test_the_cache_of_a_generation() -> None:
 
 
 def test_one_answer_for_attribution_to_logits():
-    """Our two ways agree on a model whose norms are not folded; HookedTransformer's says that it differs."""
+    """Our two ways agree on a model whose norms are not folded; HookedTransformer's says that it
+    differs.
+    """
     bridge = bridge_of("llama")
     tokens = torch.randint(0, 61, (2, 6))
     answers, wrong = torch.tensor([5, 8]), torch.tensor([9, 2])
@@ -400,7 +468,9 @@ def test_one_answer_for_attribution_to_logits():
     close(c.logit_attrs(heads, answers, wrong, pos_slice=-1), right)
     old = HookedTransformer(bridge.original_model)
     _, c = old.run_with_cache(tokens)
-    with pytest.warns(UserWarning, match="leaves out the final norm's weight, as HookedTransformer does"):
+    with pytest.warns(
+        UserWarning, match="leaves out the final norm's weight, as HookedTransformer does"
+    ):
         left_out = c.logit_attrs(heads, answers, wrong, pos_slice=-1)
     assert (left_out - right).abs().max() > 0.01
     close(c.logit_attrs(heads, answers, wrong, pos_slice=-1, norm_weights=True), right)

@@ -5,12 +5,14 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.analysis.svd import SVDInterpreter
-from bridge.hooks.arguments import CannotBeDoneError
+from bridge.arguments import CannotBeDoneError
 from tests.conftest import tiny
 
 
 def through_the_unembedding(matrix, bridge, n):
-    """Right singular vectors as eigenvectors of ``matrix.T @ matrix``, in float64, through the unembedding."""
+    """Right singular vectors as eigenvectors of ``matrix.T @ matrix``, in float64, through the
+    unembedding.
+    """
     values, vectors = torch.linalg.eigh(matrix.double().mT @ matrix.double())
     best = values.argsort(descending=True)[:n]
     return vectors[:, best].mT @ bridge.W_U.double(), values[best]
@@ -32,7 +34,9 @@ def test_vectors_are_the_matrices_own(bridge, processed):
     for layer in (0, 2):
         block, state = bridge.blocks[layer], bridge.tl_parameters()
         for head in (0, 3):  # with grouped values, the head's group
-            right, _ = through_the_unembedding(block.attn.W_V[head] @ block.attn.W_O[head], bridge, 3)
+            right, _ = through_the_unembedding(
+                block.attn.W_V[head] @ block.attn.W_O[head], bridge, 3
+            )
             assert_same_directions(svd.get_singular_vectors("OV", layer, 3, head), right)
         norm = state[f"blocks.{layer}.ln2.w"]
         assert bool((norm == 1).all()) is processed
@@ -58,7 +62,9 @@ def test_half_precision_is_computed_in_float32():
     for kind, head in (("OV", 1), ("w_in", None), ("w_out", None)):
         ours = svd.get_singular_vectors(kind, 0, 2, head)
         assert ours.dtype == torch.float32 and not ours.requires_grad
-        torch.testing.assert_close(ours.abs(), exact.get_singular_vectors(kind, 0, 2, head).abs(), atol=2e-2, rtol=0)
+        torch.testing.assert_close(
+            ours.abs(), exact.get_singular_vectors(kind, 0, 2, head).abs(), atol=2e-2, rtol=0
+        )
 
 
 def test_errors(bridge):

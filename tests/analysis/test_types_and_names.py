@@ -10,9 +10,13 @@ TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0)
 
 
 def test_sums_of_several_types():
-    """Parts in several types are stacked in the widest of them, as the stream that they add up to."""
+    """Parts in several types are stacked in the widest of them, as the stream that they add
+    up to.
+    """
     model = tiny("gpt2")
-    model.transformer.h[1].mlp.c_proj.double().register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    model.transformer.h[1].mlp.c_proj.double().register_forward_pre_hook(
+        lambda module, args: (args[0].double(),)
+    )
     for norm in (model.transformer.h[2].ln_1, model.transformer.h[2].ln_2, model.transformer.ln_f):
         norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
     bridge = TransformerBridge(model)
@@ -34,7 +38,11 @@ def test_sums_of_several_types():
 def test_a_name_that_a_part_does_not_have_is_no_circuit():
     bridge = TransformerBridge(tiny("gpt2"))
     assert bridge.blocks[0].attn.OV.shape == (4, 32, 32)
-    for part, name in ((bridge.blocks[0].attn, "VO"), (bridge.blocks[0].mlp, "OV"), (bridge.blocks[0].mlp, "QK")):
+    for part, name in (
+        (bridge.blocks[0].attn, "VO"),
+        (bridge.blocks[0].mlp, "OV"),
+        (bridge.blocks[0].mlp, "QK"),
+    ):
         with pytest.raises(AttributeError, match=f"has no '{name}'"):
             getattr(part, name)
 

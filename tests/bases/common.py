@@ -16,7 +16,10 @@ class SAE(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.W_enc, self.b_enc = nn.Parameter(torch.randn(d, n) / d**0.5), nn.Parameter(torch.randn(n) * 0.1)
+            self.W_enc, self.b_enc = (
+                nn.Parameter(torch.randn(d, n) / d**0.5),
+                nn.Parameter(torch.randn(n) * 0.1),
+            )
             self.W_dec = nn.Parameter(torch.randn(n, d_out or d) / n**0.5)
             self.b_dec = nn.Parameter(torch.randn(d_out or d) * 0.1)
         self.requires_grad_(False)
@@ -53,7 +56,11 @@ def cases(bridge: TransformerBridge) -> dict[str, Case]:
     cfg, generator = bridge.cfg, torch.Generator().manual_seed(0)
     d, d_mlp = cfg.d_model, cfg.d_mlp
     assert d_mlp is not None
-    middle = "blocks.1.hook_resid_mid" if "blocks.1.hook_resid_mid" in bridge.hook_dict else "blocks.1.hook_resid_pre"
+    middle = (
+        "blocks.1.hook_resid_mid"
+        if "blocks.1.hook_resid_mid" in bridge.hook_dict
+        else "blocks.1.hook_resid_pre"
+    )
     several = torch.randn(d, 3, generator=generator)
     return {
         "sae": Case("blocks.1.hook_resid_post", SAE(d, 40)),

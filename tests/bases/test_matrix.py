@@ -1,4 +1,5 @@
-"""Everything that works on hook points works on those in a basis: each use once, on a basis of each kind.
+"""Everything that works on hook points works on those in a basis: each use once, on a basis of each
+kind.
 
 The other side of each comparison is the same edit by hand, on the point that the basis stands on.
 """
@@ -12,8 +13,17 @@ from torch import Tensor
 
 from bridge import TransformerBridge, UnknownHookError, pictures
 from bridge.bases import CrossLayer
-from bridge.features import attribution_graph, evaluate_features, feature_attribution, feature_logit_attrs
-from bridge.patching import generic_activation_patch, layer_feature_patch_setter, layer_pos_feature_patch_setter
+from bridge.features import (
+    attribution_graph,
+    evaluate_features,
+    feature_attribution,
+    feature_logit_attrs,
+)
+from bridge.patching import (
+    generic_activation_patch,
+    layer_feature_patch_setter,
+    layer_pos_feature_patch_setter,
+)
 from tests.bases.common import KINDS, Case, cases
 
 CLOSE = {"rtol": 0, "atol": 2e-5}
@@ -41,7 +51,9 @@ def halved(features: Tensor, hook: object = None) -> Tensor:
     return torch.cat([features[..., :2] * 0.5, features[..., 2:]], -1)
 
 
-def by_hand(case: Case, edit: Callable[[Tensor], Tensor] = halved) -> list[tuple[str, Callable[..., Tensor | None]]]:
+def by_hand(
+    case: Case, edit: Callable[[Tensor], Tensor] = halved
+) -> list[tuple[str, Callable[..., Tensor | None]]]:
     """Hooks on the model's own points that make the same edit."""
     seen: dict[str, Tensor] = {}
 
@@ -103,7 +115,9 @@ def test_backward_hooks(bridge: TransformerBridge, case: Case, name: str, tokens
 
     loss = bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=by_hand(case, from_leaf))
     (right,) = torch.autograd.grad(loss, leaf)
-    assert torch.allclose(found["gradient"], right, rtol=1e-4, atol=1e-6) and right.abs().max() > 1e-3
+    assert (
+        torch.allclose(found["gradient"], right, rtol=1e-4, atol=1e-6) and right.abs().max() > 1e-3
+    )
     _, cache = bridge.run_with_cache(tokens, names_filter=name, incl_bwd=True, return_type="loss")
     assert torch.allclose(cache[f"{name}_grad"], right, rtol=1e-4, atol=1e-6)
 
@@ -112,7 +126,9 @@ def test_backward_hooks(bridge: TransformerBridge, case: Case, name: str, tokens
 def test_trace(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
     with bridge.trace(tokens) as run:
         run[name][..., :2] *= 0.5
-    assert torch.allclose(run.logits, bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case)), **CLOSE)
+    assert torch.allclose(
+        run.logits, bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case)), **CLOSE
+    )
 
 
 @torch.no_grad()
@@ -130,9 +146,14 @@ def test_generation(bridge: TransformerBridge, case: Case, name: str, tokens: Te
     def generated(hooks: list[tuple[str, Callable[..., Tensor | None]]], cached: bool) -> Tensor:
         with bridge.hooks(fwd_hooks=hooks):
             return bridge.generate(
-                tokens, max_new_tokens=5, do_sample=False, use_past_kv_cache=cached, return_type="tokens",
-                verbose=False, stop_at_eos=False,
-            )  # fmt: skip
+                tokens,
+                max_new_tokens=5,
+                do_sample=False,
+                use_past_kv_cache=cached,
+                return_type="tokens",
+                verbose=False,
+                stop_at_eos=False,
+            )
 
     strong = [(name, lambda features, hook: features * 3 + 1)]
     found = generated(strong, True)
@@ -154,7 +175,9 @@ def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor
     n, at = cache[name].shape[-1], bridge.hook_dict[name].point.depth
     axes = ["layer", *(["head"] if heads else []), "feature"]
     options = {"verbose": False, "index_axis_names": axes}
-    found = generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
+    found = generic_activation_patch(
+        bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options
+    )
     assert found.shape == (bridge.cfg.n_layers, *heads, n)
     assert found[[i for i in range(bridge.cfg.n_layers) if i != at]].isnan().all()
     options["index_axis_names"] = ["layer", "pos", *axes[1:]]
@@ -164,7 +187,10 @@ def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor
     assert by_pos.shape == (bridge.cfg.n_layers, 6, *heads, n)
     for feature in (0, 1, n - 1):
         place = [size - 1 for size in heads] + [feature]
-        for where, mine in (((..., *place), found[(at, *place)]), ((0, 4, *place), by_pos[(at, 4, *place)])):
+        for where, mine in (
+            ((..., *place), found[(at, *place)]),
+            ((0, 4, *place), by_pos[(at, 4, *place)]),
+        ):
 
             def patch(features: Tensor, hook: object, where: tuple[object, ...] = where) -> Tensor:
                 features[where] = cache[name][where]
@@ -176,7 +202,9 @@ def test_sweeps(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor
     if heads:
         options["index_axis_names"] = ["layer", "feature"]
         with pytest.raises(ValueError, match=r"this patch setter needs \[layer, head, feature\]"):
-            generic_activation_patch(bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options)
+            generic_activation_patch(
+                bridge, corrupted, cache, metric, layer_feature_patch_setter, short, **options
+            )
 
 
 def difference(logits: Tensor) -> Tensor:
@@ -201,21 +229,29 @@ def test_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: T
         leaf.append(features.detach().requires_grad_())
         return leaf[0]
 
-    (right,) = torch.autograd.grad(difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, from_leaf))), leaf)
+    (right,) = torch.autograd.grad(
+        difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, from_leaf))), leaf
+    )
     found = feature_attribution(bridge, tokens, difference, name)
     assert torch.allclose(found, right * leaf[0], rtol=1e-3, atol=1e-5) and found.abs().max() > 1e-3
     integrated = feature_attribution(bridge, tokens, difference, name, steps=64)
     with torch.no_grad():
-        without = difference(bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, torch.zeros_like)))
+        without = difference(
+            bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, torch.zeros_like))
+        )
         change = difference(bridge(tokens)) - without
     assert torch.allclose(integrated.sum(), change, rtol=0.02, atol=1e-3)
     names = [str(i) for i in range(found.shape[-1])]
-    picture = pictures.heat_map(found[0].sum(0).reshape(-1, found.shape[-1]), columns=names, column_title="feature")
+    picture = pictures.heat_map(
+        found[0].sum(0).reshape(-1, found.shape[-1]), columns=names, column_title="feature"
+    )
     assert isinstance(picture, pictures.Picture)
 
 
 @torch.no_grad()
-def test_logit_attribution(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor) -> None:
+def test_logit_attribution(
+    bridge: TransformerBridge, case: Case, name: str, tokens: Tensor
+) -> None:
     _, cache = bridge.run_with_cache(tokens, names_filter=[name, "ln_final.hook_scale"])
     features = cache[name]
     n = features.shape[-1]
@@ -230,9 +266,15 @@ def test_logit_attribution(bridge: TransformerBridge, case: Case, name: str, tok
     right = features * (written @ toward)
     right = right / cache["ln_final.hook_scale"].view(*tokens.shape, *[1] * (features.ndim - 2))
     found = feature_logit_attrs(cache, name, 5, 9)
-    assert torch.allclose(found.movedim((-2, -1), (0, 1)), right, rtol=1e-4, atol=1e-5) and right.abs().max() > 1e-3
+    assert (
+        torch.allclose(found.movedim((-2, -1), (0, 1)), right, rtol=1e-4, atol=1e-5)
+        and right.abs().max() > 1e-3
+    )
     shown = found.flatten(0, -3)[:, :1]
-    assert isinstance(pictures.attribution(shown, [str(i) for i in range(len(shown))], ["a"] * 6), pictures.Picture)
+    assert isinstance(
+        pictures.attribution(shown, [str(i) for i in range(len(shown))], ["a"] * 6),
+        pictures.Picture,
+    )
 
 
 @torch.no_grad()
@@ -247,12 +289,16 @@ def test_circuits(bridge: TransformerBridge, case: Case, name: str, tokens: Tens
 
     found = evaluate_features(bridge, tokens, difference, {name: mask})
     right = [float(difference(bridge(tokens))), *map(alone, (torch.zeros_like(mask), mask, ~mask))]
-    assert [found.model, found.ablated, found.circuit, found.complement] == pytest.approx(right, abs=1e-4)
+    assert [found.model, found.ablated, found.circuit, found.complement] == pytest.approx(
+        right, abs=1e-4
+    )
     assert found.share == pytest.approx(float(mask.float().mean())) and 0 < found.share < 1
     every = {name: torch.ones_like(mask)}
     whole = evaluate_features(bridge, tokens, difference, every)
     assert (whole.faithfulness, whole.complement_faithfulness) == pytest.approx((1, 0), abs=1e-5)
-    other = evaluate_features(bridge, tokens, difference, every, ablation="resample", corrupted=tokens.flip(0))
+    other = evaluate_features(
+        bridge, tokens, difference, every, ablation="resample", corrupted=tokens.flip(0)
+    )
     _, cache = bridge.run_with_cache(tokens.flip(0), names_filter=name)
     patched = bridge.run_with_hooks(tokens, fwd_hooks=by_hand(case, lambda features: cache[name]))
     assert other.ablated == pytest.approx(float(difference(patched)), abs=1e-4)
@@ -261,12 +307,16 @@ def test_circuits(bridge: TransformerBridge, case: Case, name: str, tokens: Tens
 
 
 @torch.no_grad()
-def test_harvest(bridge: TransformerBridge, case: Case, name: str, tokens: Tensor, tmp_path: Path) -> None:
+def test_harvest(
+    bridge: TransformerBridge, case: Case, name: str, tokens: Tensor, tmp_path: Path
+) -> None:
     from bridge.harvest import Activations, harvest
 
     if "pos" not in bridge.hook_dict[name].point.axes:
         pytest.skip("no rows of tokens")
-    harvest(bridge, tokens.tolist(), hook_points=[name], out=tmp_path, context_size=6, dtype="float32")
+    harvest(
+        bridge, tokens.tolist(), hook_points=[name], out=tmp_path, context_size=6, dtype="float32"
+    )
     found = torch.stack([Activations(tmp_path)[i][name] for i in range(6)])
     right = features_by_hand(bridge, case, tokens)[0]
     assert torch.allclose(found.reshape(right.shape), right, **CLOSE)
@@ -277,6 +327,9 @@ def test_removal(bridge: TransformerBridge, case: Case, name: str, tokens: Tenso
     bridge.add_hook(name, lambda features, hook: features * 0)
     bridge.remove_basis(name)
     assert torch.equal(bridge(tokens), before) and not bridge.bases
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in bridge.original_model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in bridge.original_model.modules()
+    )
     with pytest.raises(UnknownHookError):
         bridge.run_with_cache(tokens, names_filter=name)

@@ -15,7 +15,9 @@ TOKENS = torch.tensor([[5, 17, 2, 30, 11, 44]])
 
 @torch.no_grad()
 def test_features_of_several_points_are_what_all_of_them_say() -> None:
-    """A crosscoder: shown, edited, traced, lowered, generated with and differentiated as by hand."""
+    """A crosscoder: shown, edited, traced, lowered, generated with and differentiated as by
+    hand.
+    """
     bridge, numbers = TransformerBridge(tiny("gpt2")), torch.Generator().manual_seed(1)
     read = ["blocks.0.hook_resid_mid", "blocks.0.hook_resid_post", "blocks.1.hook_resid_mid"]
     sizes = ((40, 3, 32), (40,), (40, 1, 32), (32,))
@@ -24,7 +26,9 @@ def test_features_of_several_points_are_what_all_of_them_say() -> None:
     _, cache = bridge.run_with_cache(TOKENS, names_filter=[*read, name, "blocks.1.hook_mlp_out"])
     streams = torch.stack([cache[one] for one in read], 2)
     right = (torch.einsum("bprd,frd->bpf", streams, basis.W_enc) + basis.b_enc).relu()
-    assert torch.allclose(cache[name], right, atol=1e-6) and (right > 0).any() and (right == 0).any()
+    assert (
+        torch.allclose(cache[name], right, atol=1e-6) and (right > 0).any() and (right == 0).any()
+    )
     error = bridge.basis_error(cache, name)
     assert torch.allclose(error + basis.decode(right), cache["blocks.1.hook_mlp_out"], atol=1e-5)
 
@@ -36,14 +40,18 @@ def test_features_of_several_points_are_what_all_of_them_say() -> None:
 
     wanted = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_mlp_out", by_hand)])
     found = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, halved)])
-    assert torch.allclose(found, wanted, atol=1e-5) and not torch.allclose(found, bridge(TOKENS), atol=1e-3)
+    assert torch.allclose(found, wanted, atol=1e-5) and not torch.allclose(
+        found, bridge(TOKENS), atol=1e-3
+    )
     assert torch.equal(bridge.program(interventions=[(name, halved)])(TOKENS)["logits"], found)
     with bridge.trace(TOKENS) as run:
         run[name][...] *= 0.5
     assert torch.equal(run.logits, found)
     with bridge.hooks(fwd_hooks=[(name, halved)]):
         made = bridge.generate(TOKENS, max_new_tokens=3, do_sample=False, verbose=False)
-        assert torch.equal(made[:, :-1], torch.cat([TOKENS, bridge(made[:, :-1]).argmax(-1)[:, 5:-1]], 1))
+        assert torch.equal(
+            made[:, :-1], torch.cat([TOKENS, bridge(made[:, :-1]).argmax(-1)[:, 5:-1]], 1)
+        )
     with torch.enable_grad():  # all that is read counts
         gradients: dict[str, torch.Tensor] = {}
         hooks = [(one, lambda grad, hook: gradients.__setitem__(hook.name, grad)) for one in read]
@@ -52,16 +60,28 @@ def test_features_of_several_points_are_what_all_of_them_say() -> None:
     assert len(gradients) == 3
     for refused in (
         lambda: generic_activation_patch(
-            bridge, TOKENS, cache, lambda logits: logits[0, -1, 0], layer_feature_patch_setter, "mlp_out.cc",
-            index_axis_names=["layer", "feature"], verbose=False,
+            bridge,
+            TOKENS,
+            cache,
+            lambda logits: logits[0, -1, 0],
+            layer_feature_patch_setter,
+            "mlp_out.cc",
+            index_axis_names=["layer", "feature"],
+            verbose=False,
         ),
-        lambda: next(bridge.generate_batch([[5, 17]], max_new_tokens=1, capture=[name], verbose=False)),
-    ):  # fmt: skip
+        lambda: next(
+            bridge.generate_batch([[5, 17]], max_new_tokens=1, capture=[name], verbose=False)
+        ),
+    ):
         with pytest.raises(ValueError, match=r"blocks\.1\.hook_mlp_out\.cc is of several points"):
             refused()
     bridge.remove_basis(name)
-    with pytest.raises(ValueError, match=r"blocks\.1\.hook_resid_post does not come before blocks\.1\.hook_mlp_out"):
-        bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=[*read, "blocks.1.hook_resid_post"])
+    with pytest.raises(
+        ValueError, match=r"blocks\.1\.hook_resid_post does not come before blocks\.1\.hook_mlp_out"
+    ):
+        bridge.add_basis(
+            "blocks.1.hook_mlp_out", "cc", basis, reads=[*read, "blocks.1.hook_resid_post"]
+        )
     for wrong in ([read[0], read[0]], [read[0], "blocks.0.attn.hook_z"]):
         with pytest.raises(ValueError, match="several points are different, with like axes"):
             bridge.add_basis("blocks.1.hook_mlp_out", "cc", basis, reads=wrong)
@@ -72,7 +92,9 @@ def test_an_error_is_left_out_or_is_another_runs() -> None:
     bridge, other = TransformerBridge(tiny("gpt2")), torch.tensor([[8, 3, 50, 12, 7, 21]])
     sae = SAE(32, 40)
     plain = bridge(TOKENS)
-    dropped = bridge.run_with_hooks(TOKENS, fwd_hooks=[(POINT, lambda act, hook: sae.decode(sae.encode(act)))])
+    dropped = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[(POINT, lambda act, hook: sae.decode(sae.encode(act)))]
+    )
     hook = bridge.add_basis(POINT, "sae", sae, error="drop")
     assert torch.equal(bridge(TOKENS), dropped) and not torch.allclose(dropped, plain, atol=1e-2)
     bridge.reset_hooks()
@@ -86,7 +108,9 @@ def test_an_error_is_left_out_or_is_another_runs() -> None:
     with bridge.basis(POINT, "sae", sae, error=error):
         found = bridge(TOKENS)
         assert torch.allclose(bridge(other), bridge.original_model(other).logits, atol=1e-5)
-    right = bridge.run_with_hooks(TOKENS, fwd_hooks=[(POINT, lambda act, hook: sae.decode(sae.encode(act)) + error)])
+    right = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[(POINT, lambda act, hook: sae.decode(sae.encode(act)) + error)]
+    )
     assert torch.allclose(found, right, atol=1e-5) and not torch.allclose(found, dropped, atol=1e-2)
     assert not bridge.bases and torch.equal(bridge(TOKENS), plain)
 
@@ -113,7 +137,9 @@ def test_it_moves_with_the_model_or_is_refused() -> None:
     bridge.add_basis(POINT, "sae", sae)
     bridge.to(torch.float64)
     assert sae.W_enc.dtype == torch.float64
-    with pytest.raises(ValueError, match=r"hook_resid_post\.one: the basis holds torch.float32 on cpu"):
+    with pytest.raises(
+        ValueError, match=r"hook_resid_post\.one: the basis holds torch.float32 on cpu"
+    ):
         bridge.add_basis(POINT, "one", SAE(32, 40))
     bridge.add_basis(POINT, "functions", encode=lambda x: x, decode=lambda x: x)
     with pytest.raises(ValueError, match="functions is made of functions"):
@@ -126,7 +152,11 @@ def test_what_cannot_be_a_basis_is_refused() -> None:
     bridge, sae = TransformerBridge(tiny("gpt2")), SAE(32, 40)
     before = list(bridge.hook_dict)
     for error, match, given in (
-        (TypeError, "give either a basis", {"basis": sae, "encode": sae.encode, "decode": sae.decode}),
+        (
+            TypeError,
+            "give either a basis",
+            {"basis": sae, "encode": sae.encode, "decode": sae.decode},
+        ),
         (TypeError, "give either a basis", {"encode": sae.encode}),
         (TypeError, "which has no method encode", {"basis": torch.nn.Linear(2, 2)}),
         (ValueError, "error is 'lose'", {"basis": sae, "error": "lose"}),
@@ -161,9 +191,13 @@ def place_both(bridge: TransformerBridge, error: object = "keep") -> list[str]:
         writes = [f"blocks.{i}.hook_mlp_out" for i in range(layer, 3)]
         given = error if isinstance(error, str) else error[layer]
         hook = bridge.add_basis(
-            writes[0], "clt", cross_layer(32, 40, 3 - layer), reads=f"blocks.{layer}.hook_resid_mid", later=writes[1:],
+            writes[0],
+            "clt",
+            cross_layer(32, 40, 3 - layer),
+            reads=f"blocks.{layer}.hook_resid_mid",
+            later=writes[1:],
             error=given,
-        )  # fmt: skip
+        )
         names.append(hook.name)
     return names
 
@@ -177,7 +211,10 @@ def test_a_cross_layer_transcoder_without_its_error_by_hand() -> None:
     for at in range(3):
         if at < 2:
             hooks.append(
-                (f"blocks.{at}.hook_resid_mid", lambda act, hook, at=at: seen.update({at: layers[at].encode(act)}))
+                (
+                    f"blocks.{at}.hook_resid_mid",
+                    lambda act, hook, at=at: seen.update({at: layers[at].encode(act)}),
+                )
             )
 
         def write(act: torch.Tensor, hook: object, at: int = at) -> torch.Tensor:
@@ -213,8 +250,12 @@ def test_the_layers_of_a_transcoder_go_together() -> None:
     names = place_both(bridge)
     at = "blocks.2.hook_mlp_out"
     assert [hook.name for hook in bridge.bases] == [
-        *names[:1], names[1], "blocks.1.hook_mlp_out.clt_of_0", f"{at}.clt_of_0", f"{at}.clt_of_1",
-    ]  # fmt: skip
+        *names[:1],
+        names[1],
+        "blocks.1.hook_mlp_out.clt_of_0",
+        f"{at}.clt_of_0",
+        f"{at}.clt_of_1",
+    ]
     with pytest.raises(ValueError, match="takes over features of an earlier layer"):
         bridge.remove_basis(f"{at}.clt_of_0")
     with pytest.raises(ValueError, match="which would not see"):
@@ -226,8 +267,16 @@ def test_the_layers_of_a_transcoder_go_together() -> None:
     for error, match, given in (
         (ValueError, "at 1 later points, and later= names 0", {"basis": layer, "reads": reads}),
         (ValueError, "say what they are of", {"basis": layer, "later": [at]}),
-        (ValueError, "at 0 later points, and later= names 1", {"basis": SAE(32, 40), "reads": reads, "later": [at]}),
-        (ValueError, "does not come behind", {"basis": layer, "reads": reads, "later": ["blocks.0.hook_attn_out"]}),
+        (
+            ValueError,
+            "at 0 later points, and later= names 1",
+            {"basis": SAE(32, 40), "reads": reads, "later": [at]},
+        ),
+        (
+            ValueError,
+            "does not come behind",
+            {"basis": layer, "reads": reads, "later": ["blocks.0.hook_attn_out"]},
+        ),
     ):
         with pytest.raises(error, match=match):
             bridge.add_basis("blocks.0.hook_mlp_out", "clt", **given)
@@ -249,13 +298,22 @@ def test_sweeps_over_layers_that_are_written_later(per_run: int | str, error: st
         return logits[0, -1, 5] - logits[0, -1, 9]
 
     found = generic_activation_patch(
-        bridge, TOKENS, cache, metric, layer_feature_patch_setter, "mlp_out.clt", ("layer", "feature"), verbose=False,
+        bridge,
+        TOKENS,
+        cache,
+        metric,
+        layer_feature_patch_setter,
+        "mlp_out.clt",
+        ("layer", "feature"),
+        verbose=False,
         patches_per_run=per_run,
-    )  # fmt: skip
+    )
     for layer, name in enumerate(names):
         for feature in (0, 7, 39):
 
-            def patch(features: torch.Tensor, hook: object, name: str = name, feature: int = feature) -> torch.Tensor:
+            def patch(
+                features: torch.Tensor, hook: object, name: str = name, feature: int = feature
+            ) -> torch.Tensor:
                 features[..., feature] = cache[name][..., feature]
                 return features
 

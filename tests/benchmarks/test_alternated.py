@@ -26,7 +26,8 @@ def test_ratios_are_of_the_same_round_and_the_null_is_the_first_again(alternated
     def job(name, seconds):
         def run():
             order.append(name)
-            # The machine is slower in every round: a ratio of medians would not see it, one within a round does.
+            # The machine is slower in every round: a ratio of medians would not see it, one within
+            # a round does.
             now[0] += seconds * 2 ** (len(order) // 3)
 
         return run
@@ -35,7 +36,9 @@ def test_ratios_are_of_the_same_round_and_the_null_is_the_first_again(alternated
     found = alternated.alternated({"plain": job("plain", 1.0), "ours": job("ours", 1.5)}, rounds=5)
     assert list(found) == ["plain", alternated.NULL, "ours"]
     assert len(order) == 6 * 3  # one round is not counted
-    assert all(order[i : i + 3].count("plain") == 2 and "ours" in order[i : i + 3] for i in range(0, 18, 3))
+    assert all(
+        order[i : i + 3].count("plain") == 2 and "ours" in order[i : i + 3] for i in range(0, 18, 3)
+    )
     assert {tuple(order[i : i + 3]) for i in range(0, 18, 3)} != {("plain", "plain", "ours")}
     assert len(found["ours"].ratios) == 5 and found["ours"].first == found["plain"].rounds
     assert all(ratio in (0.75, 1.5, 3.0) for ratio in found["ours"].ratios)

@@ -1,8 +1,11 @@
-"""A cache lists activations in the order of the hook points, which the model may come to in another one."""
+"""A cache lists activations in the order of the hook points, which the model may come to in another
+one.
+"""
 
 import pytest
 
-#: Each is a hook of its own projection's input, and the model computes one projection after the other.
+#: Each is a hook of its own projection's input, and the model computes one projection after the
+#: other.
 WANTED = [f"blocks.1.{name}" for name in ("hook_q_input", "hook_k_input", "hook_v_input")]
 WANTED += [f"blocks.1.attn.{name}" for name in ("hook_q", "hook_k", "hook_v")]
 

@@ -27,9 +27,19 @@ def test_it_holds_no_parameter(bridge: TransformerBridge, tokens: torch.Tensor) 
 
 def test_it_holds_no_more_than_what_was_asked_for() -> None:
     bridge = TransformerBridge.boot_native(
-        {"n_layers": 1, "d_model": 256, "n_heads": 4, "d_head": 64, "d_vocab": 10, "n_ctx": 64, "act_fn": "gelu"}
+        {
+            "n_layers": 1,
+            "d_model": 256,
+            "n_heads": 4,
+            "d_head": 64,
+            "d_vocab": 10,
+            "n_ctx": 64,
+            "act_fn": "gelu",
+        }
     )
-    _, cache = bridge.run_with_cache(torch.ones(2, 64, dtype=torch.long), names_filter="blocks.0.hook_resid_pre")
+    _, cache = bridge.run_with_cache(
+        torch.ones(2, 64, dtype=torch.long), names_filter="blocks.0.hook_resid_pre"
+    )
     part = ActivationCache({name: value[..., :8] for name, value in cache.items()}, bridge)
     assert len(pickle.dumps(part)) < 0.2 * len(pickle.dumps(cache))
     assert torch.equal(loaded(part)["resid_pre", 0], cache["resid_pre", 0][..., :8])

@@ -1,4 +1,6 @@
-"""What is computed from a cache and weights is computed with those of the run, or refused by name."""
+"""What is computed from a cache and weights is computed with those of the run, or refused by
+name.
+"""
 
 import copy
 import pickle
@@ -63,7 +65,9 @@ def test_patterns_and_cached_results_stay(bridge, tokens):
     name = "blocks.1.attn.hook_result"
     _, kept = bridge.run_with_cache(tokens, names_filter=name)
     _, cache = bridge.run_with_cache(tokens)
-    pattern = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")[1]["pattern", 1]
+    pattern = bridge.run_with_cache(tokens, names_filter="blocks.1.attn.hook_pattern")[1][
+        "pattern", 1
+    ]
     result = kept[name].clone()
     halve_output(bridge, "attn")
     torch.testing.assert_close(cache["pattern", 1], pattern)
@@ -109,7 +113,12 @@ def test_logits_of_an_old_stream_are_refused_when_what_makes_them_was_changed(br
 @pytest.mark.parametrize(
     ("kind", "task", "path", "read"),
     [
-        ("gpt2", "causal", "transformer.ln_f", lambda cache: cache.accumulated_resid(apply_ln=True)),
+        (
+            "gpt2",
+            "causal",
+            "transformer.ln_f",
+            lambda cache: cache.accumulated_resid(apply_ln=True),
+        ),
         (
             "gemma2",
             "causal",
@@ -123,8 +132,18 @@ def test_logits_of_an_old_stream_are_refused_when_what_makes_them_was_changed(br
             lambda cache: cache.stack_neuron_results(-1, post_norms=True),
         ),
         ("bert", "masked", "bert.embeddings.LayerNorm", lambda cache: cache.decompose_resid()),
-        ("bert", "masked", "bert.encoder.layer.0.output.LayerNorm", lambda cache: cache.stack_head_results()),
-        ("albert", "masked", "albert.encoder.embedding_hidden_mapping_in", lambda cache: cache.decompose_resid()),
+        (
+            "bert",
+            "masked",
+            "bert.encoder.layer.0.output.LayerNorm",
+            lambda cache: cache.stack_head_results(),
+        ),
+        (
+            "albert",
+            "masked",
+            "albert.encoder.embedding_hidden_mapping_in",
+            lambda cache: cache.decompose_resid(),
+        ),
     ],
 )
 def test_terms_behind_a_changed_norm_or_projection_are_refused(kind, task, path, read):
@@ -150,7 +169,12 @@ def test_the_bias_of_heads_that_are_cached(bridge, tokens):
         cache.get_full_resid_decomposition(expand_neurons=False)
 
 
-ADAPTERS = {"r": 2, "target_modules": ["c_proj"], "modules_to_save": ["ln_f"], "fan_in_fan_out": True}
+ADAPTERS = {
+    "r": 2,
+    "target_modules": ["c_proj"],
+    "modules_to_save": ["ln_f"],
+    "fan_in_fan_out": True,
+}
 
 
 def adapted():
@@ -169,9 +193,16 @@ def scale(model):
             module.scale_layer(3.0)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
 @pytest.mark.parametrize(
-    "switch", [scale, lambda model: model.set_adapter("other"), lambda model: model.base_model.disable_adapter_layers()]
+    "switch",
+    [
+        scale,
+        lambda model: model.set_adapter("other"),
+        lambda model: model.base_model.disable_adapter_layers(),
+    ],
 )
 def test_other_adapters_than_those_of_the_run_are_refused(tokens, switch):
     bridge = TransformerBridge(adapted())
@@ -185,15 +216,23 @@ def test_other_adapters_than_those_of_the_run_are_refused(tokens, switch):
     assert not torch.equal(again.stack_head_results(), before[0])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
 def test_a_run_without_adapters_is_read_without_them(tokens):
     bridge = TransformerBridge(adapted())
     with bridge.original_model.disable_adapter():
         _, cache = bridge.run_with_cache(tokens)
         reading = bridge.lens(tokens)
         heads, logits = cache.stack_head_results(), reading.logits(0)
-    for read in (cache.stack_head_results, lambda: cache.accumulated_resid(apply_ln=True), lambda: reading.logits(0)):
+    for read in (
+        cache.stack_head_results,
+        lambda: cache.accumulated_resid(apply_ln=True),
+        lambda: reading.logits(0),
+    ):
         with pytest.raises(ValueError, match=r"since (the run|this reading)"):
             read()
     with bridge.original_model.disable_adapter():
-        assert torch.equal(cache.stack_head_results(), heads) and torch.equal(reading.logits(0), logits)
+        assert torch.equal(cache.stack_head_results(), heads) and torch.equal(
+            reading.logits(0), logits
+        )

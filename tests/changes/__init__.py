@@ -1,1 +1,3 @@
-"""Five changes that the library must stay cheap to make, as patches, each with a script that shows that it works."""
+"""Five changes that the library must stay cheap to make, as patches, each with a script that shows
+that it works.
+"""

@@ -5,7 +5,13 @@ import transformers
 
 from bridge import TransformerBridge
 
-sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
+sizes = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+}
 for cls, config in (
     (transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)),
     (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**sizes)),

@@ -1,4 +1,6 @@
-"""The entropy of attention: zero where a token sees itself alone, at most that of an even pattern."""
+"""The entropy of attention: zero where a token sees itself alone, at most that of an even
+pattern.
+"""
 
 import torch
 

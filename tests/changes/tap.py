@@ -1,4 +1,6 @@
-"""The activation function's result times `up` is `hook_post`, and an edit of it reaches the logits."""
+"""The activation function's result times `up` is `hook_post`, and an edit of it reaches the
+logits.
+"""
 
 import torch
 import transformers
@@ -13,6 +15,10 @@ tokens, at = torch.tensor([[1, 5, 7, 9]]), "blocks.1.mlp.hook_act"
 logits, cache = bridge.run_with_cache(
     tokens, names_filter=[at, "blocks.1.mlp.hook_pre_linear", "blocks.1.mlp.hook_post"]
 )
-assert torch.equal(cache[at] * cache["blocks.1.mlp.hook_pre_linear"], cache["blocks.1.mlp.hook_post"])
-assert not torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(at, lambda act, hook: act * 0)]), logits)
+assert torch.equal(
+    cache[at] * cache["blocks.1.mlp.hook_pre_linear"], cache["blocks.1.mlp.hook_post"]
+)
+assert not torch.equal(
+    bridge.run_with_hooks(tokens, fwd_hooks=[(at, lambda act, hook: act * 0)]), logits
+)
 assert torch.equal(bridge(tokens), logits)

@@ -1,4 +1,6 @@
-"""Each recorded change still applies, works as it is, and touches no more files than docs/architecture.md says."""
+"""Each recorded change still applies, works as it is, and touches no more files than
+docs/architecture.md says.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,28 @@ def test_the_page_names_them_and_none_touches_more() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_still_made_so(change: str, tmp_path: Path) -> None:
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for other in ("docs", "tests/adapters"):
-        shutil.copytree(ROOT / other, tmp_path / other, ignore=shutil.ignore_patterns("__pycache__", "api"))
+        shutil.copytree(
+            ROOT / other, tmp_path / other, ignore=shutil.ignore_patterns("__pycache__", "api")
+        )
     patch = FOLDER / f"{change}.patch"
     # The folder is no repository of its own, nor part of another.
-    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent), "PYTHONPATH": str(tmp_path)}
-    applied = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, env=alone, capture_output=True, text=True)
+    alone = os.environ | {
+        "GIT_CEILING_DIRECTORIES": str(tmp_path.parent),
+        "PYTHONPATH": str(tmp_path),
+    }
+    applied = subprocess.run(
+        ["git", "apply", str(patch)], cwd=tmp_path, env=alone, capture_output=True, text=True
+    )
     assert applied.returncode == 0, f"make the change again, and keep it: {applied.stderr}"
     shown = subprocess.run(
-        [sys.executable, str(FOLDER / f"{change}.py")], cwd=tmp_path, env=alone, capture_output=True, text=True
+        [sys.executable, str(FOLDER / f"{change}.py")],
+        cwd=tmp_path,
+        env=alone,
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr

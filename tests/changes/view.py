@@ -1,4 +1,6 @@
-"""What every view promises: what was read and is written back leaves the same bits, and an edit is read again."""
+"""What every view promises: what was read and is written back leaves the same bits, and an edit is
+read again.
+"""
 
 import torch
 from torch import nn

@@ -15,7 +15,17 @@ class ByHand:
         self.model, self.graph = model, graph
         self.d_head = model.config.n_embd // model.config.n_head
 
-    def __call__(self, tokens, embed=None, replaced=None, other=None, bumps=None, outputs=None, inputs=None, kept=None):
+    def __call__(
+        self,
+        tokens,
+        embed=None,
+        replaced=None,
+        other=None,
+        bumps=None,
+        outputs=None,
+        inputs=None,
+        kept=None,
+    ):
         """The logits.
 
         Args:
@@ -29,17 +39,23 @@ class ByHand:
         """
         transformer = self.model.transformer
         places = torch.arange(tokens.shape[1])
-        wrote = {"embed": transformer.wte(tokens) + transformer.wpe(places) if embed is None else embed}
+        wrote = {
+            "embed": transformer.wte(tokens) + transformer.wpe(places) if embed is None else embed
+        }
         biases = 0
         self.read = {}
 
         def reads(receiver):
             parts = [
-                value
-                if (receiver, sender) not in (replaced or ())
-                else torch.where(kept[receiver, sender], value, other[sender])
-                if kept
-                else other[sender]
+                (
+                    value
+                    if (receiver, sender) not in (replaced or ())
+                    else (
+                        torch.where(kept[receiver, sender], value, other[sender])
+                        if kept
+                        else other[sender]
+                    )
+                )
                 for sender, value in wrote.items()
             ]
             x = sum(parts) + biases

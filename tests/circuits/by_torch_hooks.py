@@ -1,4 +1,6 @@
-"""One edge replaced in a Hugging Face model with plain torch hooks, for other kinds of blocks than GPT-2's."""
+"""One edge replaced in a Hugging Face model with plain torch hooks, for other kinds of blocks than
+GPT-2's.
+"""
 
 from contextlib import contextmanager
 
@@ -27,15 +29,21 @@ class ByTorchHooks:
         return layer.post_feedforward_layernorm if self.post_norms else layer.mlp
 
     def mlp_norm(self, layer):
-        return layer.pre_feedforward_layernorm if self.post_norms else layer.post_attention_layernorm
+        return (
+            layer.pre_feedforward_layernorm if self.post_norms else layer.post_attention_layernorm
+        )
 
     @contextmanager
     def hooks(self, *some):
-        """Torch hooks: (module, function of (inputs, output) or of inputs alone, whether it is the latter)."""
+        """Torch hooks: (module, function of (inputs, output) or of inputs alone, whether it is the
+        latter).
+        """
         handles = [
-            module.register_forward_pre_hook(lambda m, args, f=f: f(args[0]))
-            if before
-            else module.register_forward_hook(lambda m, args, out, f=f: f(args[0], out))
+            (
+                module.register_forward_pre_hook(lambda m, args, f=f: f(args[0]))
+                if before
+                else module.register_forward_hook(lambda m, args, out, f=f: f(args[0], out))
+            )
             for module, f, before in some
         ]
         try:
@@ -58,10 +66,19 @@ class ByTorchHooks:
                     at = slice(head * width, (head + 1) * width)
                     share = z[..., at] @ self.output_projection(layer).weight[:, at].T
                     if self.post_norms:
-                        norm, bias = layer.post_attention_layernorm, self.output_projection(layer).bias
+                        norm, bias = (
+                            layer.post_attention_layernorm,
+                            self.output_projection(layer).bias,
+                        )
                         if bias is not None:
-                            share = share + bias / self.n_heads  # what the norm makes of it differs from run to run
-                        share = share * (whole.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * (1 + norm.weight)
+                            share = (
+                                share + bias / self.n_heads
+                            )  # what the norm makes of it differs from run to run
+                        share = (
+                            share
+                            * (whole.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt()
+                            * (1 + norm.weight)
+                        )
                     found[f"L{index}H{head}"] = share
 
             return split
@@ -91,7 +108,11 @@ class ByTorchHooks:
     def into_head(self, layer, head, letter, change):
         """What replaces the columns of one head in the output of a projection."""
         norm = layer.input_layernorm
-        module = layer.attention.query_key_value if self.neox else getattr(layer.self_attn, f"{letter}_proj")
+        module = (
+            layer.attention.query_key_value
+            if self.neox
+            else getattr(layer.self_attn, f"{letter}_proj")
+        )
         n = self.n_heads if letter == "q" or self.neox else self.n_key_heads
         width = module.weight.shape[0] // (3 * n if self.neox else n)
         first = (3 * head + "qkv".index(letter)) * width if self.neox else head * width
@@ -102,4 +123,7 @@ class ByTorchHooks:
             out[..., first : first + width] = module.forward(read["y"])[..., first : first + width]
             return out
 
-        return [(norm, lambda x, out: read.update(y=norm.forward(x + change)), False), (module, project, False)]
+        return [
+            (norm, lambda x, out: read.update(y=norm.forward(x + change)), False),
+            (module, project, False),
+        ]

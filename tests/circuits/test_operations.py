@@ -1,4 +1,6 @@
-"""Circuits of a model with interventions that are data: the same as with the functions that do it by hand."""
+"""Circuits of a model with interventions that are data: the same as with the functions that do it
+by hand.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +24,11 @@ def by_hand(gpt2: TransformerBridge) -> AbstractContextManager[object]:
         act[:, :, 1] *= 0.5
         return act
 
-    hooks = [("blocks.0.hook_resid_pre", add), ("blocks.1.attn.hook_z", scale), ("blocks.1.hook_mlp_out", zero)]
+    hooks = [
+        ("blocks.0.hook_resid_pre", add),
+        ("blocks.1.attn.hook_z", scale),
+        ("blocks.1.hook_mlp_out", zero),
+    ]
     return gpt2.hooks(fwd_hooks=hooks)
 
 
@@ -44,14 +50,25 @@ def as_data(gpt2: TransformerBridge) -> AbstractContextManager[object]:
 
 def results(
     place: Callable[[TransformerBridge], AbstractContextManager[object]],
-    gpt2: TransformerBridge, graph: Graph, clean: Tensor, corrupted: Tensor, metric: Metric,
-) -> list[Tensor]:  # fmt: skip
+    gpt2: TransformerBridge,
+    graph: Graph,
+    clean: Tensor,
+    corrupted: Tensor,
+    metric: Metric,
+) -> list[Tensor]:
     with place(gpt2):
         given = gpt2, clean, corrupted, metric
-        exact, gradient = edge_effects(*given, verbose=False), edge_attribution(*given, "inputs", steps=3)
+        exact, gradient = (
+            edge_effects(*given, verbose=False),
+            edge_attribution(*given, "inputs", steps=3),
+        )
         circuit = Circuit.of_edges(graph, [f"{graph.senders[0]}->{graph.receivers[-1]}"])
         found = circuit.evaluate(*given)
-    return [exact.values, gradient.values, torch.tensor([found.model, found.ablated, found.circuit])]
+    return [
+        exact.values,
+        gradient.values,
+        torch.tensor([found.model, found.ablated, found.circuit]),
+    ]
 
 
 def test_circuits_see_operations_as_they_see_functions(

@@ -1,12 +1,15 @@
-"""Graphs in which each query head has a key and a value of its own, in models that compute one for a group of heads.
+"""Graphs in which each query head has a key and a value of its own, in models that compute one for
+a group of heads.
 
-What is right is told by a model whose projections have the rows of a group once for each of its query heads.
+What is right is told by a model whose projections have the rows of a group once for each of its
+query heads.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,9 +40,14 @@ METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activati
 
 def llama(key_heads: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=key_heads, vocab_size=61,
-        intermediate_size=48, initializer_range=0.3,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=key_heads,
+        vocab_size=61,
+        intermediate_size=48,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -69,7 +77,9 @@ def metric() -> Metric:
 
 def same(found: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     """Whether they are the same but for the norms' single precision."""
-    return bool(right.abs().max() > 1e-3) and torch.allclose(found, right, rtol=tolerance, atol=tolerance)
+    return bool(right.abs().max() > 1e-3) and torch.allclose(
+        found, right, rtol=tolerance, atol=tolerance
+    )
 
 
 def test_the_graph(both) -> None:
@@ -96,27 +106,38 @@ def test_effects_and_circuits(both, pair, metric, ablation) -> None:
     found = edge_effects(model, *pair, metric, verbose=False, ablation=ablation, graph=graph)
     assert same(found.values, right.values)
     each = logit_difference(torch.tensor([5, 8, 1]), torch.tensor([9, 2, 3]), each=True)
-    curves = [faithfulness_curve(right, bridge, *pair, each, ablation, (0.1, 0.4, 1.0)) for bridge in both]
+    curves = [
+        faithfulness_curve(right, bridge, *pair, each, ablation, (0.1, 0.4, 1.0)) for bridge in both
+    ]
     assert same(*(curve.prompts for curve in curves))
     nodes = [node_attribution(bridge, *pair, metric, graph=graph) for bridge in both]
     assert same(nodes[0].neurons, nodes[1].neurons)
     circuit = nodes[0].top_neurons(200)
     ours, theirs = (circuit.evaluate(bridge, *pair, metric, ablation) for bridge in both)
-    assert same(torch.tensor([ours.circuit, ours.complement]), torch.tensor([theirs.circuit, theirs.complement]))
+    assert same(
+        torch.tensor([ours.circuit, ours.complement]),
+        torch.tensor([theirs.circuit, theirs.complement]),
+    )
 
 
-@pytest.mark.parametrize("receivers", [["L1H5.k"], ["L1H5.v", "L2H3", "L2MLP"], ["L2H0.q", "L2H1.k", "logits"]])
+@pytest.mark.parametrize(
+    "receivers", [["L1H5.k"], ["L1H5.v", "L2H3", "L2MLP"], ["L2H0.q", "L2H1.k", "logits"]]
+)
 def test_paths(both, pair, metric, receivers) -> None:
     model, wide = both
     right = path_patching(wide, *pair, metric, ["embed", "L0H1"], receivers)
-    found = path_patching(model, *pair, metric, ["embed", "L0H1"], receivers, graph=Graph.of(model, grouped=False))
+    found = path_patching(
+        model, *pair, metric, ["embed", "L0H1"], receivers, graph=Graph.of(model, grouped=False)
+    )
     assert abs(found - right) < 1e-6 < abs(right)
 
 
 def test_what_is_trained_and_what_needs_no_metric(both, pair) -> None:
     model, wide = both
     graph = Graph.of(model, grouped=False)
-    assert same(information_flow(model, pair[0], graph).values, information_flow(wide, pair[0]).values)
+    assert same(
+        information_flow(model, pair[0], graph).values, information_flow(wide, pair[0]).values
+    )
     ours, theirs = (trained_edges(bridge, *pair, steps=3, graph=graph) for bridge in both)
     assert same(ours.values, theirs.values)
     circuit = ours.top(200)
@@ -133,25 +154,38 @@ def test_files_of_the_benchmark(both, pair, metric, tmp_path: Path, kind) -> Non
     circuit.to_mib(file, model)
     again = Circuit.load(file)
     assert again == circuit
-    assert again.evaluate(model, *pair, metric).circuit == pytest.approx(again.evaluate(wide, *pair, metric).circuit)
+    assert again.evaluate(model, *pair, metric).circuit == pytest.approx(
+        again.evaluate(wide, *pair, metric).circuit
+    )
     with pytest.raises(ValueError, match=r"Graph.of\(bridge, grouped=False\)"):
         edge_attribution(model, *pair, metric).greedy(60).to_mib(file, model)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "falcon", "phi3", "gpt_bigcode", "cohere"])
 def test_families(pair, metric, family) -> None:
-    """The shares of a group's heads add up to the group's, and single edges are those of whole runs."""
+    """The shares of a group's heads add up to the group's, and single edges are those of whole
+    runs.
+    """
     bridge = TransformerBridge(tiny_model(family).double())
     graph, grouped = Graph.of(bridge, grouped=False), Graph.of(bridge)
     tokens = tuple(some % bridge.cfg.d_vocab for some in pair)
-    found, right = (edge_attribution(bridge, *tokens, metric, "gradient", graph=some) for some in (graph, grouped))
+    found, right = (
+        edge_attribution(bridge, *tokens, metric, "gradient", graph=some)
+        for some in (graph, grouped)
+    )
     for port, of_group in zip(graph.ports, grouped.ports, strict=True):
         rows = found.values[port.first : port.first + port.count].unflatten(0, (of_group.count, -1))
         assert torch.allclose(
-            rows.sum(1), right.values[of_group.first : of_group.first + of_group.count], rtol=0,
+            rows.sum(1),
+            right.values[of_group.first : of_group.first + of_group.count],
+            rtol=0,
             atol=1e-6 * float(right.values.abs().max()),
-        )  # fmt: skip
-    edges = [name for at in graph.exists.nonzero().tolist()[::9] if ".q" not in (name := graph.edge_name(*at))]
+        )
+    edges = [
+        name
+        for at in graph.exists.nonzero().tolist()[::9]
+        if ".q" not in (name := graph.edge_name(*at))
+    ]
     effects = edge_effects(bridge, *tokens, metric, edges, verbose=False, graph=graph)
     assert effects.values.abs().max() > 1e-3
     sets = torch.zeros(len(edges), *graph.exists.shape)
@@ -172,21 +206,26 @@ def test_layers_with_groups_of_several_sizes() -> None:
     graph = Graph([LayerShape(6, 6, True, False)] * 3)
     for port in graph.ports:
         inputs = torch.randn(2, 4, port.count, 5)
-        given = keys.given(port, inputs)
-        assert given.shape == (12, 4, port.count // keys.of(port), 5)
+        given = keys.spread(port, inputs)
+        assert given.shape == (12, 4, port.count // keys.sharing(port), 5)
         if port.per_head:
             assert torch.equal(keys.read(port, given), inputs)
             for copy, row in enumerate(given.unflatten(0, (6, 2))):
-                assert torch.equal(row, inputs[:, :, copy % keys.of(port) :: keys.of(port)])
+                assert torch.equal(
+                    row, inputs[:, :, copy % keys.sharing(port) :: keys.sharing(port)]
+                )
     for shared in (2, 3):
         z = torch.randn(6, 2, 4, 6, 5)
         own = torch.stack([z[head % shared, :, :, head] for head in range(6)], 2)
-        assert torch.equal(keys._joined(shared, z.flatten(0, 1), None), own.repeat(6, 1, 1, 1))
+        hook = SimpleNamespace(point=SimpleNamespace(depth=keys.shared.index(shared)))
+        assert torch.equal(keys._join_heads(z.flatten(0, 1), hook), own.repeat(6, 1, 1, 1))
 
 
 @pytest.mark.parametrize("family", ["olmo2", "bitnet"])
 def test_heads_that_share_more_than_a_key(pair, metric, family) -> None:
-    """One norm over the keys of all heads, or what they put together: no head has a key of its own."""
+    """One norm over the keys of all heads, or what they put together: no head has a key of
+    its own.
+    """
     bridge = TransformerBridge(tiny_model(family))
     grouped = Graph.of(bridge)
     heads = Graph([replace(layer, key_heads=layer.heads) for layer in grouped.layers])

@@ -22,7 +22,8 @@ def bridge():
 @pytest.fixture
 def saved(bridge, tmp_path):
     made = Interventions(
-        [(POINT, Add(torch.arange(128.0).sin(), 2.0)), ("blocks.2.attn.hook_z", Zero(heads=1))], bridge
+        [(POINT, Add(torch.arange(128.0).sin(), 2.0)), ("blocks.2.attn.hook_z", Zero(heads=1))],
+        bridge,
     )
     made.save(tmp_path / "steer.safetensors")
     return made, str(tmp_path / "steer.safetensors")
@@ -30,7 +31,10 @@ def saved(bridge, tmp_path):
 
 def test_generate(bridge, saved, capsys):
     made, file = saved
-    assert main(["generate", "embedded", *TEXTS, "--interventions", file, "--max-new-tokens", "4"]) == 0
+    assert (
+        main(["generate", "embedded", *TEXTS, "--interventions", file, "--max-new-tokens", "4"])
+        == 0
+    )
     with bridge.hooks(fwd_hooks=made):
         wanted = bridge.generate(TEXTS, 4, do_sample=False, verbose=False)
     steered = capsys.readouterr().out
@@ -46,8 +50,20 @@ def test_harvest(bridge, saved, tmp_path):
     made, file = saved
     (tmp_path / "a.txt").write_text(TEXTS[0])
     end = "blocks.3.hook_resid_post"
-    given = ["--points", end, "--out", str(tmp_path / "out"), "--dtype", "float32", "--context-size", "8", "--quiet"]
-    assert main(["harvest", "embedded", str(tmp_path / "a.txt"), *given, "--interventions", file]) == 0
+    given = [
+        "--points",
+        end,
+        "--out",
+        str(tmp_path / "out"),
+        "--dtype",
+        "float32",
+        "--context-size",
+        "8",
+        "--quiet",
+    ]
+    assert (
+        main(["harvest", "embedded", str(tmp_path / "a.txt"), *given, "--interventions", file]) == 0
+    )
     tokens = bridge.to_tokens(TEXTS[0])[:, :8]
     with bridge.hooks(fwd_hooks=made):
         _, cache = bridge.run_with_cache(tokens, names_filter=end)
@@ -66,7 +82,10 @@ def test_a_file_of_another_model_is_refused_in_one_line(command, saved, tmp_path
     }[command]
     assert main([command, str(tmp_path / "model"), *more, "--interventions", saved[1]]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: these interventions were made on") and "d_model 128 there, 32 here" in said
+    assert (
+        said.startswith("error: these interventions were made on")
+        and "d_model 128 there, 32 here" in said
+    )
     assert not (tmp_path / "out").exists()
     assert main([command, "embedded", *more, "--interventions", str(tmp_path / "nowhere")]) == 2
     assert "there is no file" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Other people's programs, which import `transformer_lens`, on the model in the package: `make clients`."""
+"""Other people's programs, which import `transformer_lens`, on the model in the package: `make
+clients`.
+"""
 
 import importlib.util
 import pathlib
@@ -18,7 +20,9 @@ NEEDS = {
     "test_sae_lens_bases": "sae_lens",
     "test_tuned_lens": "tuned_lens",
 }
-collect_ignore = [f"{name}.py" for name, package in NEEDS.items() if importlib.util.find_spec(package) is None]
+collect_ignore = [
+    f"{name}.py" for name, package in NEEDS.items() if importlib.util.find_spec(package) is None
+]
 
 if len(collect_ignore) < len(NEEDS):
     import bridge.legacy.as_transformer_lens  # noqa: F401  # before any of them imports the other one

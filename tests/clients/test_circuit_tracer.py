@@ -1,6 +1,8 @@
-"""circuit-tracer: attribution graphs, against those that it makes on TransformerLens 2.18, and against interventions.
+"""circuit-tracer: attribution graphs, against those that it makes on TransformerLens 2.18, and
+against interventions.
 
-`python tests/clients/test_circuit_tracer.py`, where TransformerLens 2.18 is installed, writes the reference.
+`python tests/clients/test_circuit_tracer.py`, where TransformerLens 2.18 is installed, writes the
+reference.
 """
 
 from pathlib import Path
@@ -10,14 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-huggingface_hub.constants.HF_HUB_ENABLE_HF_TRANSFER = False  # which it imports, and newer versions have not
+huggingface_hub.constants.HF_HUB_ENABLE_HF_TRANSFER = (
+    False  # which it imports, and newer versions have not
+)
 
 from circuit_tracer import attribute
 from circuit_tracer.frontend import graph_models
-from circuit_tracer.replacement_model.replacement_model_transformerlens import TransformerLensReplacementModel
+from circuit_tracer.replacement_model.replacement_model_transformerlens import (
+    TransformerLensReplacementModel,
+)
 from circuit_tracer.transcoder import TranscoderSet
 from circuit_tracer.transcoder.single_layer_transcoder import SingleLayerTranscoder
-from circuit_tracer.utils.create_graph_files import build_model, create_nodes, create_used_nodes_and_edges
+from circuit_tracer.utils.create_graph_files import (
+    build_model,
+    create_nodes,
+    create_used_nodes_and_edges,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformer_lens import HookedTransformerConfig
@@ -31,29 +41,47 @@ TOKENS = torch.tensor([0, 3, 14, 7])
 MODELS = {
     "gpt2": {"act_fn": "gelu_new", "normalization_type": "LN"},
     "llama": {
-        "act_fn": "silu", "normalization_type": "RMS", "gated_mlp": True, "positional_embedding_type": "rotary",
-        "rotary_dim": 8, "final_rms": True,
+        "act_fn": "silu",
+        "normalization_type": "RMS",
+        "gated_mlp": True,
+        "positional_embedding_type": "rotary",
+        "rotary_dim": 8,
+        "final_rms": True,
     },
-}  # fmt: skip
+}
 
 
 def made(kind):
     cpu = torch.device("cpu")
     config = HookedTransformerConfig(
-        n_layers=2, d_model=16, n_ctx=16, d_head=8, n_heads=2, d_mlp=32, d_vocab=40, seed=0, device="cpu",
+        n_layers=2,
+        d_model=16,
+        n_ctx=16,
+        d_head=8,
+        n_heads=2,
+        d_mlp=32,
+        d_vocab=40,
+        seed=0,
+        device="cpu",
         **MODELS[kind],
-    )  # fmt: skip
+    )
     torch.manual_seed(7)
-    coders = {i: SingleLayerTranscoder(16, 8, torch.relu, i, device=cpu, dtype=torch.float32) for i in range(2)}
+    coders = {
+        i: SingleLayerTranscoder(16, 8, torch.relu, i, device=cpu, dtype=torch.float32)
+        for i in range(2)
+    }
     with torch.no_grad():
         for coder in coders.values():
             for parameter in coder.parameters():
                 parameter.copy_(torch.randn(parameter.shape) / 4)
     model = TransformerLensReplacementModel.from_config(
-        config, TranscoderSet(coders, feature_input_hook="mlp.hook_in", feature_output_hook="mlp.hook_out")
+        config,
+        TranscoderSet(coders, feature_input_hook="mlp.hook_in", feature_output_hook="mlp.hook_out"),
     )
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
-    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w0", pad_token="w0")
+    model.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w0", pad_token="w0"
+    )
     return model
 
 
@@ -66,7 +94,10 @@ def graph(request):
 def test_the_adjacency_is_that_of_transformer_lens(graph):
     kind, model, found = graph
     right = load_file(REFERENCE)
-    assert torch.equal(found.active_features, right[f"{kind}.active"]) and len(found.active_features) > 10
+    assert (
+        torch.equal(found.active_features, right[f"{kind}.active"])
+        and len(found.active_features) > 10
+    )
     assert torch.allclose(model(TOKENS[None])[0, -1], right[f"{kind}.logits"], atol=1e-5)
     edges = right[f"{kind}.adjacency"]
     assert (found.adjacency_matrix - edges).abs().max() < 1e-5 and edges.abs().max() > 0.1
@@ -81,7 +112,10 @@ def test_edges_are_what_interventions_do(graph):
     for node, (layer, pos, feature) in enumerate(features.tolist()):
         twice = 2 * before[layer, pos, feature]
         changed, after = model.feature_intervention(
-            TOKENS, [(layer, pos, feature, twice)], constrained_layers=range(2), apply_activation_function=False
+            TOKENS,
+            [(layer, pos, feature, twice)],
+            constrained_layers=range(2),
+            apply_activation_function=False,
         )
         changed = changed.squeeze(0)[-1]
         effects = (after - before)[tuple(features.T)]
@@ -92,17 +126,26 @@ def test_edges_are_what_interventions_do(graph):
 
 
 def test_its_file_is_read(graph, tmp_path):
-    """Its interface's JSON, of all nodes and edges: the same nodes, and the same edges between them."""
+    """Its interface's JSON, of all nodes and edges: the same nodes, and the same edges between
+    them.
+    """
     _, model, found = graph
     everything = torch.ones(len(found.adjacency_matrix), dtype=torch.bool)
     nodes = create_nodes(found, everything, model.tokenizer, torch.zeros(len(everything)))
     used, edges = create_used_nodes_and_edges(found, nodes, found.adjacency_matrix != 0)
-    for node, vocabulary in zip(used[-len(found.logit_targets) :], found.logit_targets, strict=True):
+    for node, vocabulary in zip(
+        used[-len(found.logit_targets) :], found.logit_targets, strict=True
+    ):
         assert node.feature_type == "logit" and node.feature == vocabulary.vocab_idx
-    # Its name of an error is that of another node, a feature of layer 0: here each has one of its own.
+    # Its name of an error is that of another node, a feature of layer 0: here each has one of its
+    # own.
     at = {id(node): name for name, node in nodes.items()}
     for node in used:
-        node.node_id = f"{node.node_id}_of_{at[id(node)]}" if node.feature_type.endswith("error") else node.node_id
+        node.node_id = (
+            f"{node.node_id}_of_{at[id(node)]}"
+            if node.feature_type.endswith("error")
+            else node.node_id
+        )
     dsts, srcs = (found.adjacency_matrix != 0).nonzero().unbind(1)
     edges = [
         {
@@ -118,8 +161,12 @@ def test_its_file_is_read(graph, tmp_path):
     again = AttributionGraph.load(tmp_path / "theirs.json")
     where = [next(i for i, node in nodes.items() if node is one) for one in used]
     assert torch.equal(again.adjacency, found.adjacency_matrix[where][:, where].float())
-    features = [(node.point, node.pos, node.index) for node in again.nodes if node.kind == "feature"]
-    right = [(f"blocks.{a}.hook_mlp_out.transcoder", b, c) for a, b, c in found.active_features.tolist()]
+    features = [
+        (node.point, node.pos, node.index) for node in again.nodes if node.kind == "feature"
+    ]
+    right = [
+        (f"blocks.{a}.hook_mlp_out.transcoder", b, c) for a, b, c in found.active_features.tolist()
+    ]
     assert features == [one for one in right if one in features] and len(features) > 5
 
 
@@ -127,13 +174,20 @@ def test_it_reads_ours(tmp_path):
     bridge = TransformerBridge.boot_embedded()
     tokens, W = bridge.to_tokens("Mary and John"), torch.eye(128)[:, :6]
     points = [
-        bridge.add_basis(f"blocks.{i}.hook_mlp_out", "tc", encode=lambda x: (x @ W).relu(), decode=lambda f: f @ W.T)
+        bridge.add_basis(
+            f"blocks.{i}.hook_mlp_out",
+            "tc",
+            encode=lambda x: (x @ W).relu(),
+            decode=lambda f: f @ W.T,
+        )
         for i in range(2)
     ]
     ours = attribution_graph(bridge, tokens, [point.name for point in points], limit=12)
     ours.save(tmp_path / "ours.json", bridge, tokens, scan="made")
     read = graph_models.Model.model_validate_json((tmp_path / "ours.json").read_text())
-    assert read.metadata.prompt_tokens == [bridge.to_single_str_token(token) for token in tokens[0].tolist()]
+    assert read.metadata.prompt_tokens == [
+        bridge.to_single_str_token(token) for token in tokens[0].tolist()
+    ]
     at = {node.node_id: node for node in read.nodes}
     assert len(at) == len(read.nodes) == 12 + 3 and len(read.links) > 10
     for link in read.links:
@@ -141,8 +195,12 @@ def test_it_reads_ours(tmp_path):
     for node in read.nodes:
         if node.feature_type == "cross layer transcoder":
             layer, index = int(node.layer), int(node.node_id.split("_")[1])
-            assert node.feature == graph_models.Node.feature_node(layer, node.ctx_idx, index).feature
-            assert node.node_id == graph_models.Node.feature_node(layer, node.ctx_idx, index).node_id
+            assert (
+                node.feature == graph_models.Node.feature_node(layer, node.ctx_idx, index).feature
+            )
+            assert (
+                node.node_id == graph_models.Node.feature_node(layer, node.ctx_idx, index).node_id
+            )
 
 
 if __name__ == "__main__":

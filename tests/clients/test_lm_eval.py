@@ -1,4 +1,6 @@
-"""lm-evaluation-harness takes the model of a bridge; inside `bridge.hooks`, that model has interventions."""
+"""lm-evaluation-harness takes the model of a bridge; inside `bridge.hooks`, that model has
+interventions.
+"""
 
 import json
 
@@ -29,14 +31,21 @@ metric_list:
 def accuracy(tmp_path):
     """How many of the prompts of indirect objects it continues with the right name."""
     file = tmp_path / "names.jsonl"
-    rows = [{"text": one.text, "choices": [one.answer, one.wrong], "label": 0} for one in prompts("ioi", 24)]
+    rows = [
+        {"text": one.text, "choices": [one.answer, one.wrong], "label": 0}
+        for one in prompts("ioi", 24)
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "names.yaml").write_text(TASK.format(file=file))
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
 
     def of(bridge):
-        model = HFLM(pretrained=bridge.original_model, tokenizer=bridge.tokenizer, batch_size=8, device="cpu")
-        found = lm_eval.simple_evaluate(model, tasks=["names"], task_manager=manager, bootstrap_iters=0)
+        model = HFLM(
+            pretrained=bridge.original_model, tokenizer=bridge.tokenizer, batch_size=8, device="cpu"
+        )
+        found = lm_eval.simple_evaluate(
+            model, tasks=["names"], task_manager=manager, bootstrap_iters=0
+        )
         return found["results"]["names"]["acc,none"], len(found["samples"]["names"])
 
     return of

@@ -9,15 +9,19 @@ from bridge import TransformerBridge
 
 BASE, SOURCE = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[3, 6, 2, 9]])
 POINTS = {
-    "block_output": "blocks.1.hook_resid_post", "mlp_output": "blocks.1.hook_mlp_out",
-    "attention_output": "blocks.1.hook_attn_out", "mlp_activation": "blocks.1.mlp.hook_post",
-}  # fmt: skip
+    "block_output": "blocks.1.hook_resid_post",
+    "mlp_output": "blocks.1.hook_mlp_out",
+    "attention_output": "blocks.1.hook_attn_out",
+    "mlp_activation": "blocks.1.mlp.hook_post",
+}
 
 
 @pytest.fixture(scope="module")
 def bridge():
     torch.manual_seed(0)
-    return TransformerBridge(GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=20)).eval())
+    return TransformerBridge(
+        GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=20)).eval()
+    )
 
 
 def intervenable(bridge, component, **more):
@@ -32,7 +36,10 @@ def intervenable(bridge, component, **more):
 def test_an_interchange_is_the_same(bridge, component):
     name, at = POINTS[component], 2
     _, theirs = intervenable(bridge, component)(
-        {"input_ids": BASE}, [{"input_ids": SOURCE}], {"sources->base": at}, output_original_output=False
+        {"input_ids": BASE},
+        [{"input_ids": SOURCE}],
+        {"sources->base": at},
+        output_original_output=False,
     )
     _, cache = bridge.run_with_cache(SOURCE, names_filter=name)
 
@@ -46,11 +53,17 @@ def test_an_interchange_is_the_same(bridge, component):
 
 @torch.no_grad()
 def test_what_is_opened_after_a_run_of_pyvenes_acts(bridge):
-    """It takes every torch hook off the model, whoever put it there: added hooks of a bridge, too."""
+    """It takes every torch hook off the model, whoever put it there: added hooks of a bridge,
+    too.
+    """
     name, seen = POINTS["mlp_output"], []
     halved = bridge.run_with_hooks(BASE, fwd_hooks=[(name, lambda x, hook: x / 2)])
-    intervenable(bridge, "mlp_output")({"input_ids": BASE}, [{"input_ids": SOURCE}], {"sources->base": 2})
-    assert torch.equal(bridge.run_with_hooks(BASE, fwd_hooks=[(name, lambda x, hook: x / 2)]), halved)
+    intervenable(bridge, "mlp_output")(
+        {"input_ids": BASE}, [{"input_ids": SOURCE}], {"sources->base": 2}
+    )
+    assert torch.equal(
+        bridge.run_with_hooks(BASE, fwd_hooks=[(name, lambda x, hook: x / 2)]), halved
+    )
     handle = bridge.get_hook_point(name).add_hook(lambda x, hook: seen.append(hook.name))
     bridge(BASE)
     handle.remove()

@@ -1,4 +1,6 @@
-"""SAELens: an activations store, fifty steps of a sparse autoencoder, one in the model with and without its error."""
+"""SAELens: an activations store, fifty steps of a sparse autoencoder, one in the model with and
+without its error.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ def config(name, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(texts):
-    return Dataset.from_list([{"text": " ".join(texts[i : i + 8])} for i in range(0, len(texts), 8)] * 40)
+    return Dataset.from_list(
+        [{"text": " ".join(texts[i : i + 8])} for i in range(0, len(texts), 8)] * 40
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +81,18 @@ def test_in_the_model_with_and_without_its_error(trained, name, texts):
     tokens = model.to_tokens(texts[:3])
     plain = model(tokens)
     with torch.no_grad():
-        by_hand = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x)))])
+        by_hand = model.run_with_hooks(
+            tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x)))]
+        )
         put_in = model.run_with_saes(tokens, saes=[sae])
         with_error = model.run_with_saes(tokens, saes=[sae], use_error_term=True)
         logits, cache = model.run_with_cache_with_saes(tokens, saes=[sae], use_error_term=False)
         off = model.run_with_hooks_with_saes(
             tokens, saes=[sae], fwd_hooks=[(f"{POINT}.hook_sae_acts_post", lambda x, hook: x * 0)]
         )
-        by_hand_off = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x) * 0))])
+        by_hand_off = model.run_with_hooks(
+            tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x) * 0))]
+        )
     assert torch.allclose(put_in, by_hand, atol=1e-4)
     assert not torch.allclose(put_in, plain, atol=1e-2)
     assert torch.allclose(with_error, plain, atol=1e-4)
@@ -99,10 +107,15 @@ def test_in_the_model_with_and_without_its_error(trained, name, texts):
 def test_evaluation(config, data, trained, model):
     store = ActivationsStore.from_config(model, config, override_dataset=data)
     wanted = EvalConfig(
-        batch_size_prompts=2, n_eval_reconstruction_batches=2, n_eval_sparsity_variance_batches=2,
-        compute_ce_loss=True, compute_kl=True, compute_l2_norms=True, compute_sparsity_metrics=True,
+        batch_size_prompts=2,
+        n_eval_reconstruction_batches=2,
+        n_eval_sparsity_variance_batches=2,
+        compute_ce_loss=True,
+        compute_kl=True,
+        compute_l2_norms=True,
+        compute_sparsity_metrics=True,
         compute_variance_metrics=True,
-    )  # fmt: skip
+    )
     metrics, _ = run_evals(trained, store, model, ActivationScaler(), eval_config=wanted)
     loss = metrics["model_performance_preservation"]
     assert loss["ce_loss_without_sae"] < loss["ce_loss_with_sae"] < loss["ce_loss_with_ablation"]
@@ -114,15 +127,29 @@ def test_its_other_model_class_runs_the_same(trained, name, texts):
     model, sae = SAETransformerBridge.boot_transformers(name, device="cpu"), trained
     tokens = model.to_tokens(texts[:3])
     plain = model(tokens)
-    by_hand = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x)))])
+    by_hand = model.run_with_hooks(
+        tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x)))]
+    )
     put_in = model.run_with_saes(tokens, saes=[sae])
-    assert torch.allclose(put_in, by_hand, atol=1e-4) and not torch.allclose(put_in, plain, atol=1e-2)
-    assert torch.allclose(model.run_with_saes(tokens, saes=[sae], use_error_term=True), plain, atol=1e-4)
+    assert torch.allclose(put_in, by_hand, atol=1e-4) and not torch.allclose(
+        put_in, plain, atol=1e-2
+    )
+    assert torch.allclose(
+        model.run_with_saes(tokens, saes=[sae], use_error_term=True), plain, atol=1e-4
+    )
     logits, cache = model.run_with_cache_with_saes(tokens, saes=[sae], use_error_term=False)
     resid = model.run_with_cache(tokens, names_filter=POINT)[1][POINT]
     features = model.get_sae_hook_name(sae)
-    assert torch.equal(logits, put_in) and torch.allclose(cache[features], sae.encode(resid), atol=1e-4)
-    off = model.run_with_hooks_with_saes(tokens, saes=[sae], fwd_hooks=[(features, lambda x, hook: x * 0)])
-    by_hand_off = model.run_with_hooks(tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x) * 0))])
+    assert torch.equal(logits, put_in) and torch.allclose(
+        cache[features], sae.encode(resid), atol=1e-4
+    )
+    off = model.run_with_hooks_with_saes(
+        tokens, saes=[sae], fwd_hooks=[(features, lambda x, hook: x * 0)]
+    )
+    by_hand_off = model.run_with_hooks(
+        tokens, fwd_hooks=[(POINT, lambda x, hook: sae.decode(sae.encode(x) * 0))]
+    )
     assert torch.allclose(off, by_hand_off, atol=1e-4)
-    assert torch.equal(model(tokens), plain) and not [key for key in model.hook_dict if "sae" in key]
+    assert torch.equal(model(tokens), plain) and not [
+        key for key in model.hook_dict if "sae" in key
+    ]

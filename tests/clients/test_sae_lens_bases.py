@@ -1,4 +1,6 @@
-"""SAELens' objects placed by `add_basis`, against what its own HookedSAETransformer gives with them."""
+"""SAELens' objects placed by `add_basis`, against what its own HookedSAETransformer gives with
+them.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ from sae_lens import (
 
 from bridge import TransformerBridge
 
-POINTS = {"resid": "blocks.2.hook_resid_post", "mlp": "blocks.1.hook_mlp_out", "z": "blocks.1.attn.hook_z"}
+POINTS = {
+    "resid": "blocks.2.hook_resid_post",
+    "mlp": "blocks.1.hook_mlp_out",
+    "z": "blocks.1.attn.hook_z",
+}
 KINDS = {
     "standard": (StandardSAEConfig, {}),
     "layer_norm": (StandardSAEConfig, {"normalize_activations": "layer_norm"}),
@@ -43,7 +49,9 @@ def made(kind, point):
 
 @pytest.fixture
 def both(name):
-    return TransformerBridge.boot_embedded(), HookedSAETransformer.from_pretrained_no_processing(name, device="cpu")
+    return TransformerBridge.boot_embedded(), HookedSAETransformer.from_pretrained_no_processing(
+        name, device="cpu"
+    )
 
 
 @torch.no_grad()
@@ -61,7 +69,9 @@ def test_the_same_logits_and_features(both, texts, kind, point, error):
     assert torch.equal(logits, theirs.run_with_saes(tokens, saes=[sae], use_error_term=keeps))
     with bridge.basis(POINTS[point], "sae", sae, error=error) as hook:
         found, own = bridge.run_with_cache(tokens, names_filter=hook)
-        edited = bridge.run_with_hooks(tokens, fwd_hooks=[(hook, lambda features, hook: features * 0.5)])
+        edited = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(hook, lambda features, hook: features * 0.5)]
+        )
     scale = float(logits.abs().max())
     right = cache[f"{POINTS[point]}.hook_sae_acts_post"]
     assert (own[hook.name] - right).abs().max() < 1e-6 * max(1.0, float(right.abs().max()))
@@ -82,7 +92,9 @@ def test_the_same_logits_and_features(both, texts, kind, point, error):
 @pytest.mark.parametrize("error", ["keep", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_double_precision_edited_logits_are_the_same(both, texts, kind, error):
-    """What is left in single precision is rounding: SAELens adds up in another order where the error is kept."""
+    """What is left in single precision is rounding: SAELens adds up in another order where the
+    error is kept.
+    """
     bridge, theirs = both
     sae = made(kind, "resid").double()
     sae.cfg.dtype, sae.dtype, sae.use_error_term = "float64", torch.float64, error == "keep"
@@ -114,8 +126,12 @@ def test_sparse_features_need_not_be_dense(both, texts):
     plain = bridge.add_basis(POINTS["resid"], "dense", sae)
     hook = bridge.add_basis(POINTS["resid"], "sparse", encode=encode, decode=decode)
     logits, cache = bridge.run_with_cache(tokens, names_filter=[hook.name, plain.name])
-    assert cache[hook.name].is_sparse and torch.equal(cache[hook.name].to_dense(), cache[plain.name])
-    assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(hook, lambda features, hook: features)]), logits)
+    assert cache[hook.name].is_sparse and torch.equal(
+        cache[hook.name].to_dense(), cache[plain.name]
+    )
+    assert torch.equal(
+        bridge.run_with_hooks(tokens, fwd_hooks=[(hook, lambda features, hook: features)]), logits
+    )
     edits = [
         bridge.run_with_hooks(tokens, fwd_hooks=[(point, lambda features, hook: features * 0.5)])
         for point in (hook, plain)
@@ -126,7 +142,9 @@ def test_sparse_features_need_not_be_dense(both, texts):
 @torch.no_grad()
 def test_a_transcoder_with_its_skip_path(both, texts):
     bridge, _ = both
-    cfg = SkipTranscoderConfig(d_in=128, d_sae=96, d_out=128, dtype="float32", device="cpu", apply_b_dec_to_input=False)
+    cfg = SkipTranscoderConfig(
+        d_in=128, d_sae=96, d_out=128, dtype="float32", device="cpu", apply_b_dec_to_input=False
+    )
     transcoder = random_weights(SkipTranscoder(cfg))
     reads, writes = "blocks.2.hook_resid_mid", "blocks.2.hook_mlp_out"
     tokens = bridge.to_tokens(texts[:3])

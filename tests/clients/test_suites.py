@@ -1,8 +1,10 @@
-"""TransformerLens' own tests, run on ours with the import changed: what passes on theirs passes, but for a list.
+"""TransformerLens' own tests, run on ours with the import changed: what passes on theirs passes,
+but for a list.
 
-`make suites`: those of 2.18, and those of 4.3 that are of its public API. Both libraries run here, without a network,
-on the hub of small models in `programs/hub.py`: what does not pass on theirs then (it needs another model, trained
-weights, or a GPU) says nothing of ours. `suites.toml` lists what passes there and not here.
+`make suites`: those of 2.18, and those of 4.3 that are of its public API. Both libraries run here,
+without a network, on the hub of small models in `programs/hub.py`: what does not pass on theirs
+then (it needs another model, trained weights, or a GPU) says nothing of ours. `suites.toml` lists
+what passes there and not here.
 """
 
 import json
@@ -27,9 +29,11 @@ VERSIONS = {
     "2.18": (os.environ.get("SUITES"), os.environ.get("PROGRAMS_REFERENCE")),
     "4.3": (os.environ.get("SUITES_4"), os.environ.get("SUITES_4_REFERENCE")),
 }
-#: Version 4's tests of what is inside of it: the files that name it, or what begins with an underscore.
+#: Version 4's tests of what is inside of it: the files that name it, or what begins with an
+#: underscore.
 _INSIDE = re.compile(
-    r"(?:import |\.)_[a-z]|adapter|benchmarks|generalized_components|model_registry|weight_conversion"
+    r"(?:import"
+    r" |\.)_[a-z]|adapter|benchmarks|generalized_components|model_registry|weight_conversion"
     r"|transformer_lens\.tools"
 )
 
@@ -37,7 +41,9 @@ _INSIDE = re.compile(
 def files(version, folder):
     """The files that are run, by their paths."""
     found = sorted(
-        file for kind in ("unit", "integration", "acceptance") for file in folder.glob(f"tests/{kind}/**/test_*.py")
+        file
+        for kind in ("unit", "integration", "acceptance")
+        for file in folder.glob(f"tests/{kind}/**/test_*.py")
     )
     paths = [str(file.relative_to(folder)) for file in found]
     if version == "2.18":
@@ -56,11 +62,31 @@ def passed(version, whose, python, folder, cache):
         "UNCHECKED": "1",
     }
     subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "their_suite", "-p", "no:cacheprovider", "-c", os.devnull,
-         "--rootdir", ".", "--continue-on-collection-errors", *files(version, folder)],
-        cwd=folder, env={**os.environ, **given}, capture_output=True,
-    )  # fmt: skip
-    return Counter(name.partition("[")[0] for name, how in json.loads(outcomes.read_text()).items() if how == "passed")
+        [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "their_suite",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            ".",
+            "--continue-on-collection-errors",
+            *files(version, folder),
+        ],
+        cwd=folder,
+        env={**os.environ, **given},
+        capture_output=True,
+    )
+    return Counter(
+        name.partition("[")[0]
+        for name, how in json.loads(outcomes.read_text()).items()
+        if how == "passed"
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -72,7 +98,10 @@ def test_what_does_not_pass_is_listed_with_a_reason(version, tmp_path):
     shutil.copytree(f"{place}/tests", tmp_path / "tests")
     cache = tmp_path / "hub"
     hub.write(cache, pathlib.Path(VOCABULARY))
-    theirs, ours = (passed(version, *who, tmp_path, cache) for who in (("theirs", python), ("ours", sys.executable)))
+    theirs, ours = (
+        passed(version, *who, tmp_path, cache)
+        for who in (("theirs", python), ("ours", sys.executable))
+    )
     failing = theirs - ours
     print(f"{theirs.total()} pass on theirs, {theirs.total() - failing.total()} of them here")
     named = Counter()

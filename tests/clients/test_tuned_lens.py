@@ -32,7 +32,9 @@ def test_it_trains(model, texts):
     losses = []
     for _ in range(20):
         predicted = lens(cache["resid_post", 0], idx=1).log_softmax(-1)
-        loss = torch.nn.functional.kl_div(predicted, logits.log_softmax(-1), log_target=True, reduction="batchmean")
+        loss = torch.nn.functional.kl_div(
+            predicted, logits.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
@@ -44,7 +46,9 @@ def test_a_trajectory(model, texts):
     lens = LogitLens.from_model(model)
     tokens = model.to_tokens(texts[0])
     _, cache = model.run_with_cache(tokens)
-    found = PredictionTrajectory.from_lens_and_cache(lens, tokens, cache, model(tokens), targets=tokens)
+    found = PredictionTrajectory.from_lens_and_cache(
+        lens, tokens, cache, model(tokens), targets=tokens
+    )
     assert found.log_probs.shape == (1, model.cfg.n_layers + 1, tokens.shape[1], model.cfg.d_vocab)
     first = model.unembed(model.ln_final(cache["resid_pre", 0])).log_softmax(-1)
     assert torch.allclose(torch.tensor(found.log_probs[:, 0]), first, atol=1e-3)

@@ -1,7 +1,8 @@
-"""A pytest plugin for TransformerLens' tests: which passed, as a file; with ours under its name where WHOSE says so.
+"""A pytest plugin for TransformerLens' tests: which passed, as a file; with ours under its name
+where WHOSE says so.
 
-`python -m pytest -p their_suite tests` with this folder on the path. Their package is `tests`, too: ours cannot be
-imported.
+`python -m pytest -p their_suite tests` with this folder on the path. Their package is `tests`, too:
+ours cannot be imported.
 """
 
 import importlib.util
@@ -21,7 +22,9 @@ hub.offline()
 import transformer_lens
 
 assert transformer_lens.__name__.startswith("bridge") == (os.environ["WHOSE"] == "ours")
-if importlib.util.find_spec("transformer_lens.utilities.hf_utils"):  # version 4's tests ask the hub again, and again
+if importlib.util.find_spec(
+    "transformer_lens.utilities.hf_utils"
+):  # version 4's tests ask the hub again, and again
     importlib.import_module("transformer_lens.utilities.hf_utils").enable_hf_retry = lambda: None
 _OUTCOMES: dict[str, str] = {}
 

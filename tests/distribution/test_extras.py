@@ -1,4 +1,6 @@
-"""Each extra alone: with what the other extras bring out of reach, the room that it is for works."""
+"""Each extra alone: with what the other extras bring out of reach, the room that it is for
+works.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,19 @@ def blocked(extra: str) -> set[str]:
     # What transformers imports of these where it finds them is not ours to take away.
     others -= {"accelerate", "scikit-learn", "psutil", "sentencepiece", "protobuf", "gguf"}
     where = packages_distributions()
-    return {package for package, names in where.items() if {canonicalize_name(each) for each in names} & others}
+    return {
+        package
+        for package, names in where.items()
+        if {canonicalize_name(each) for each in names} & others
+    }
 
 
 @pytest.mark.parametrize("extra", TOGETHER)
 def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
     if absent := [name for name in ("altair", "pyarrow") if find_spec(name) is None]:
-        pytest.skip(f"{', '.join(absent)} is not installed, so there is nothing to put out of reach")
+        pytest.skip(
+            f"{', '.join(absent)} is not installed, so there is nothing to put out of reach"
+        )
     away = blocked(extra)
     assert (
         {"pytest", "beartype"} <= away
@@ -67,7 +75,11 @@ def test_an_extra_alone(extra: str, tmp_path: Path) -> None:
     )
     code = FIRST.format(blocked=away) + BRIDGE + USES[extra]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=_environment()
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=_environment(),
     )
     assert done.returncode == 0, done.stderr
 
@@ -80,15 +92,27 @@ def _environment() -> dict[str, str]:
 def test_without_its_extra_a_room_says_which_it_needs(use: str, needs: str, tmp_path: Path) -> None:
     code = FIRST.format(blocked=blocked("")) + f"import bridge.{use}"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=_environment()
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=_environment(),
     )
     assert done.returncode and f"transformer-bridge[{use}]" in done.stderr and needs in done.stderr
 
 
 def test_each_extra_was_installed_alone_and_used() -> None:
-    """`make extras` installs each, which takes half an hour; its table has a row for each, and in none what failed."""
+    """`make extras` installs each, which takes half an hour; its table has a row for each, and in
+    none what failed.
+    """
     assert set(USES) | set(COMMANDS) == {"", *EXTRAS} and not set(USES) & set(COMMANDS)
-    table = (ROOT / "docs" / "versions.md").read_text().partition("## Installed from the wheel")[2]
+    table = (
+        (ROOT / "benchmarks" / "VERSIONS.md")
+        .read_text()
+        .partition("## Installed from the wheel")[2]
+    )
     rows = dict(re.findall(r"^\| (\w+) \| 5[\d.]+ \|.*\| ([\w ]+) \|$", table, re.MULTILINE))
     assert set(rows) == {"none", *EXTRAS} and set(rows.values()) <= {"works", "not measured"}
-    assert re.search(r"^\| none \| 5\.15\.\d+ \|.*the README's first example \| works \|$", table, re.MULTILINE)
+    assert re.search(
+        r"^\| none \| 5\.15\.\d+ \|.*the README's first example \| works \|$", table, re.MULTILINE
+    )

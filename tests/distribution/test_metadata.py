@@ -19,7 +19,10 @@ PROJECT, BUILT_WITH = PYPROJECT["project"], PYPROJECT["build-system"]["requires"
 
 def test_the_version_is_said_alike() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
-    assert yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())["context"]["version"] == __version__
+    assert (
+        yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())["context"]["version"]
+        == __version__
+    )
 
 
 def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
@@ -32,7 +35,10 @@ def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
         name: set(bounds.split(",")) for name, bounds in asked.items()
     }
     lowest = recipe["context"]["python_min"]
-    assert PROJECT["requires-python"] == f">={lowest}" and recipe["about"]["license"] == PROJECT["license"]
+    assert (
+        PROJECT["requires-python"] == f">={lowest}"
+        and recipe["about"]["license"] == PROJECT["license"]
+    )
     host = {line.replace(" ", "") for line in recipe["requirements"]["host"]}
     assert set(BUILT_WITH) <= host and recipe["about"]["summary"] == PROJECT["description"]
     assert recipe["build"]["python"]["entry_points"] == [
@@ -41,7 +47,8 @@ def test_the_recipe_asks_for_what_the_package_asks_for() -> None:
 
 
 def test_the_lower_bounds_are_those_of_the_table() -> None:
-    # Bounds are what one process needs: the page says by name what several cannot do with an older torch.
+    # Bounds are what one process needs: the page says by name what several cannot do with an older
+    # torch.
     row = re.compile(r"^\| (\d[\d.]+) \| (\d[\d.]+)\S* \| (\d[\d.]+) \| (\d.*)\|[^|]*\|$")
     found = [each.groups() for line in _table().splitlines() if (each := row.match(line))]
     rows = [each for each in found if "fail" not in each[3]]
@@ -49,7 +56,9 @@ def test_the_lower_bounds_are_those_of_the_table() -> None:
     for name, found in zip(("transformers", "torch"), lowest, strict=False):
         assert f"{name}>={found[0]}.{found[1]}" == _of(name).split(",")[0]
     assert PROJECT["requires-python"] == f">={lowest[2][0]}.{lowest[2][1]}"
-    measured = {f"Programming Language :: Python :: {'.'.join(row[2].split('.')[:2])}" for row in rows}
+    measured = {
+        f"Programming Language :: Python :: {'.'.join(row[2].split('.')[:2])}" for row in rows
+    }
     said = {each for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
     assert said == measured
 
@@ -59,13 +68,16 @@ def _of(name: str) -> str:
 
 
 def _table() -> str:
-    return (ROOT / "docs" / "versions.md").read_text()
+    return (ROOT / "benchmarks" / "VERSIONS.md").read_text()
 
 
 def test_a_report_says_what_a_bug_report_needs(embedded: TransformerBridge) -> None:
     text = embedded.report()
     own = versions.transformers.__version__
-    assert all(said in text for said in (__version__, "Python", "torch", own, "LlamaForCausalLM", "135 hook points"))
+    assert all(
+        said in text
+        for said in (__version__, "Python", "torch", own, "LlamaForCausalLM", "135 hook points")
+    )
     assert re.search(r"processed +no\n", text)
 
 

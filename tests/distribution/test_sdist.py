@@ -20,7 +20,9 @@ def build(kind: str, folder: Path, out: Path) -> Path:
     """As `python -m build --no-isolation` does it."""
     code = f"import setuptools.build_meta as backend, sys; backend.build_{kind}(sys.argv[1])"
     out.mkdir()
-    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (made,) = out.iterdir()
     return made
@@ -34,9 +36,9 @@ def test_the_sdist_holds_the_checkout_and_makes_the_wheel(tmp_path: Path) -> Non
     pytest.importorskip("setuptools", reason="setuptools is not installed")
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout, which the sdist could be compared with")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     files = {name for name in listed if name and (ROOT / name).is_file()}
     copy = tmp_path / "checkout"
     for name in files:

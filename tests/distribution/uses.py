@@ -57,10 +57,16 @@ assert Theirs.run_with_cache and Theirs.boot_transformers
 
 #: By the name of the extra; "" where none is installed.
 USES = {
-    "": "bridge.generate('Mary and', max_new_tokens=2, do_sample=False, verbose=False); bridge.process_weights()\n"
-    "from bridge.cli.main import main; assert main(['hooks', 'embedded']) == main(['demo']) == 0",
-    "pictures": "from bridge import pictures; lens = bridge.lens('Mary and')\n"
-    "pictures.logit_lens(lens.stack(), bridge.to_str_tokens('Mary and'), bridge).save('lens.svg')",
+    "": (
+        "bridge.generate('Mary and', max_new_tokens=2, do_sample=False, verbose=False);"
+        " bridge.process_weights()\nfrom bridge.cli.main import main; assert main(['hooks',"
+        " 'embedded']) == main(['demo']) == 0"
+    ),
+    "pictures": (
+        "from bridge import pictures; lens = bridge.lens('Mary"
+        " and')\npictures.logit_lens(lens.stack(), bridge.to_str_tokens('Mary and'),"
+        " bridge).save('lens.svg')"
+    ),
     "harvest": HARVEST.format(model="bridge", more=""),
     "ray": RAY + HARVEST.format(model="'embedded'", more=", engine='ray', workers=2"),
     **{name: EXPORT.format(formats={name: options}) for name, options in FORMATS.items()},
@@ -70,12 +76,34 @@ USES = {
     "peers": PEERS,
 }
 NOTEBOOK = (
-    "import nbclient, nbformat; nbclient.NotebookClient(nbformat.read('examples/learn_induction.ipynb', 4)).execute()"
+    "import nbclient, nbformat;"
+    " nbclient.NotebookClient(nbformat.read('examples/learn_induction.ipynb', 4)).execute()"
 )
 #: Of extras for work on the library itself: what Python is started with in its unpacked source.
 COMMANDS = {
-    "test": ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/versions", "tests/lens", "tests/cache"],
-    "docs": ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-b", "html", "docs", "build/docs"],
+    "test": [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "tests/versions",
+        "tests/lens",
+        "tests/cache",
+    ],
+    "docs": [
+        "-m",
+        "sphinx",
+        "--quiet",
+        "--fail-on-warning",
+        "--keep-going",
+        "-b",
+        "html",
+        "docs",
+        "build/docs",
+    ],
     "notebooks": ["-c", NOTEBOOK],
     "dev": ["-m", "mypy"],
 }

@@ -27,7 +27,13 @@ class Page(HTMLParser):
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
-        elif tag == "link" and values.get("rel") not in ("index", "search", "next", "prev", "canonical"):
+        elif tag == "link" and values.get("rel") not in (
+            "index",
+            "search",
+            "next",
+            "prev",
+            "canonical",
+        ):
             self.loads.append(values.get("href", ""))
         elif "src" in values:
             self.loads.append(values["src"])

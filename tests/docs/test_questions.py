@@ -1,4 +1,6 @@
-"""The ten questions of docs/questions.md are answered, each within two clicks from the first page."""
+"""The ten questions of docs/questions.md are answered, each within two clicks from the first
+page.
+"""
 
 import re
 
@@ -7,7 +9,9 @@ import pytest
 from tests.docs.site import ROOT
 
 DOCS = ROOT / "docs"
-ROWS = re.findall(r"^\| (.*\?) \| (.*) \|$", (DOCS / "questions.md").read_text(encoding="utf-8"), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (.*\?) \| (.*) \|$", (DOCS / "questions.md").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 def links(page):

@@ -21,16 +21,28 @@ import api_pages  # noqa: E402  (found by the line above)
 def every_public_name():
     """Full names, found without the generator's own help."""
     for package in (adapters, bridge, weight_processing):
-        found = [name for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+        found = [
+            name for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        ]
         for name in [package.__name__, *(name for name in found if not name.endswith("__main__"))]:
             module = importlib.import_module(name)
             for offered in getattr(module, "__all__", ()):
                 yield name, f"{name}.{offered}"
                 value = getattr(module, offered)
-                for inner, member in inspect.getmembers_static(value) if inspect.isclass(value) else ():
-                    ours = next(c for c in value.__mro__ if inner in vars(c)).__module__.split(".")[0]
-                    routine = isinstance(member, classmethod | staticmethod | property) or inspect.isfunction(member)
-                    if ours in ("adapters", "bridge", "weight_processing") and routine and not inner.startswith("_"):
+                for inner, member in (
+                    inspect.getmembers_static(value) if inspect.isclass(value) else ()
+                ):
+                    ours = next(c for c in value.__mro__ if inner in vars(c)).__module__.split(".")[
+                        0
+                    ]
+                    routine = isinstance(
+                        member, classmethod | staticmethod | property
+                    ) or inspect.isfunction(member)
+                    if (
+                        ours in ("adapters", "bridge", "weight_processing")
+                        and routine
+                        and not inner.startswith("_")
+                    ):
                         yield name, f"{name}.{offered}.{inner}"
 
 
@@ -44,16 +56,26 @@ def pages(tmp_path_factory):
 def test_every_public_name_is_on_its_page_and_nothing_else(pages):
     names = set(every_public_name())
     every = {name for _, name in names}
-    assert len(every) > 500 and {"bridge.TransformerBridge.run_with_cache", "bridge.patching.patch_everything"} < every
-    assert [name for module, name in names if f'<span id="{name}"></span>' not in pages[module]] == []
+    assert (
+        len(every) > 500
+        and {"bridge.TransformerBridge.run_with_cache", "bridge.patching.patch_everything"} < every
+    )
+    assert [
+        name for module, name in names if f'<span id="{name}"></span>' not in pages[module]
+    ] == []
     assert set(pages) == {"index", *(module for module, _ in names)}
     shown = {name for text in pages.values() for name in re.findall(r'<span id="([^"]+)">', text)}
     assert shown == every
 
 
 def test_what_the_documentation_imports_is_public():
-    """But for what the pages about declaring a family use, and `bridge.legacy`, whose names are HookedTransformer's."""
-    texts = [path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]]
+    """But for what the pages about declaring a family use, and `bridge.legacy`, whose names are
+    HookedTransformer's.
+    """
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    ]
     texts += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.ipynb")]
     found = {
         (module, name.split(" as ")[0].strip())
@@ -82,8 +104,9 @@ def test_every_page_is_listed(pages):
 
 def test_docstrings_become_lists_and_examples():
     text = api_pages.described(
-        "Does it.\n\nMore *about* <it> and ``x < y``.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.\n\n"
-        "Raises:\n    ValueError: never.\n\nReturns:\n    ``[pos]``.\n\nExample:\n    >>> 1\n    1"
+        "Does it.\n\nMore *about* <it> and ``x < y``.\n\nArgs:\n    a, b: two\n        lines.\n   "
+        " c: one.\n\nRaises:\n    ValueError: never.\n\nReturns:\n    ``[pos]``.\n\nExample:\n   "
+        " >>> 1\n    1"
     )
     assert text.startswith("Does it.\n\nMore \\*about\\* \\<it\\> and ``x < y``.")
     assert "- `a, b`: two lines.\n- `c`: one." in text and "- `ValueError`: never." in text

@@ -1,4 +1,6 @@
-"""Each line of the table in docs/what_you_have.md gives a bridge that runs the model that is there."""
+"""Each line of the table in docs/what_you_have.md gives a bridge that runs the model that is
+there.
+"""
 
 import re
 import shutil
@@ -12,7 +14,10 @@ from bridge.embedded import MODEL_DIR
 from tests.docs.site import ROOT
 
 PAGE = (ROOT / "docs" / "what_you_have.md").read_text(encoding="utf-8")
-ROWS = [row.split(" | ") for row in re.findall(r"^\| (.* \| .*) \|$", PAGE.split("## ")[0], re.MULTILINE)][1:]
+ROWS = [
+    row.split(" | ")
+    for row in re.findall(r"^\| (.* \| .*) \|$", PAGE.split("## ")[0], re.MULTILINE)
+][1:]
 TEXT = "When Mary and John went to the store"
 
 
@@ -25,7 +30,9 @@ def runs_it(bridge, model):
     assert torch.equal(bridge(tokens), model(tokens).logits)
     _, cache = bridge.run_with_cache(tokens)
     assert cache["pattern", 1].shape[-1] == tokens.shape[1]
-    changed = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z * 0)])
+    changed = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z * 0)]
+    )
     assert not torch.equal(changed, bridge(tokens))
 
 
@@ -46,10 +53,13 @@ def model(tmp_path):
 
 
 def quantised(tmp_path):
-    """By torch itself: eight-bit weights, as packages for accelerators have them, in modules of another class."""
+    """By torch itself: eight-bit weights, as packages for accelerators have them, in modules of
+    another class.
+    """
     mine = torch.ao.quantization.quantize_dynamic(loaded(), {torch.nn.Linear}, dtype=torch.qint8)
     assert any(
-        "Quantized" in type(module).__name__ or "dynamic" in type(module).__module__ for module in mine.modules()
+        "Quantized" in type(module).__name__ or "dynamic" in type(module).__module__
+        for module in mine.modules()
     )
     runs_it(TransformerBridge(mine, AutoTokenizer.from_pretrained(MODEL_DIR)), mine)
 
@@ -59,7 +69,9 @@ def lora(tmp_path):
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
     mine = peft.get_peft_model(loaded(), config).eval()
     bridge = TransformerBridge(mine, AutoTokenizer.from_pretrained(MODEL_DIR))
-    assert not torch.equal(bridge(TEXT), TransformerBridge.boot_embedded()(TEXT))  # the adapter is part of the run
+    assert not torch.equal(
+        bridge(TEXT), TransformerBridge.boot_embedded()(TEXT)
+    )  # the adapter is part of the run
     runs_it(bridge, mine)
 
 
@@ -90,7 +102,9 @@ def nnsight(tmp_path):
     bridge = TransformerBridge.boot_embedded()
     with bridge.trace(TEXT) as run:
         run["blocks.1.attn.hook_z"] = run["blocks.1.attn.hook_z"] * 0
-    changed = bridge.run_with_hooks(TEXT, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z * 0)])
+    changed = bridge.run_with_hooks(
+        TEXT, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: z * 0)]
+    )
     assert torch.equal(run.logits, changed)
 
 
@@ -103,7 +117,7 @@ CASES = {
     "a name on the hub": folder,  # the same call, of what has been downloaded
     "a folder": folder,
     "a GGUF file": gguf,
-    "a model that is loaded": model,
+    "a loaded model": model,
     "a quantised model": quantised,
     "a LoRA model (PEFT)": lora,
     "a model on several devices": devices,

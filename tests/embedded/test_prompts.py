@@ -1,4 +1,6 @@
-"""The prompts: what they promise, and that none of them is in the training text. Needs neither torch nor the model."""
+"""The prompts: what they promise, and that none of them is in the training text. Needs neither
+torch nor the model.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_no_training_text_brings_a_held_out_pair_together(training_text: list[Do
         if document.kind in ("list", "pieces"):
             continue
         present = names & {piece.strip() for piece in document.pieces}
-        assert not any(pair_held_out(*pair) for pair in itertools.combinations(present, 2)), document.text
+        assert not any(pair_held_out(*pair) for pair in itertools.combinations(present, 2)), (
+            document.text
+        )
 
 
 def test_no_training_text_has_an_ioi_prompt(training_text: list[Document]) -> None:
@@ -179,7 +183,11 @@ def test_every_fact_is_trained_in_some_phrasing_and_held_out_in_another() -> Non
     assert all(held.count(False) >= 3 for held in by_fact.values())
     assert sum(any(held) for held in by_fact.values()) > 0.8 * len(by_fact)
     for relation, table in FACTS.items():
-        assert len({subject for subject, _ in table}) == len({answer for _, answer in table}) == len(table)
+        assert (
+            len({subject for subject, _ in table})
+            == len({answer for _, answer in table})
+            == len(table)
+        )
         assert len(set(PHRASINGS[relation])) == len(PHRASINGS[relation])
 
 
@@ -196,7 +204,14 @@ def test_no_training_text_repeats_a_held_out_list(training_text: list[Document])
 
 def test_training_text_has_every_kind_and_no_unknown_piece(training_text: list[Document]) -> None:
     known = set(vocabulary())
-    assert {document.kind for document in training_text} == {"ioi", "facts", "story", "count", "list", "pieces"}
+    assert {document.kind for document in training_text} == {
+        "ioi",
+        "facts",
+        "story",
+        "count",
+        "list",
+        "pieces",
+    }
     for document in training_text:
         assert known.issuperset(document.pieces)
         assert len(document.pieces) <= 126
@@ -215,11 +230,17 @@ def test_training_text_is_the_same_in_every_process() -> None:
         "from itertools import islice; from tools.embedded.text import SORTS, documents;"
         "print(hash(''), '|', [d.text for s in SORTS for d in islice(documents(s), 20)])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert len({run.stdout.split("|", 1)[1] for run in runs}) == 1
 
 
 def test_import_is_light() -> None:
-    code = "import sys, bridge.embedded; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    code = (
+        "import sys, bridge.embedded; print(sorted({'torch', 'transformers', 'tokenizers'} &"
+        " set(sys.modules)))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The shipped model as loaded from its folder, measured with plain Hugging Face classes, and the folder itself."""
+"""The shipped model as loaded from its folder, measured with plain Hugging Face classes, and the
+folder itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from tools.embedded.text import english
 from tools.embedded.train import build_model, build_tokenizer, save, train
 
 SEED = 2024
-FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +49,9 @@ def tokenizer(offline: None) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "least"), [("ioi", 0.98), ("fact", 0.98), ("repeats", 0.95)])
-def test_prompts_never_trained_are_answered(model: Any, tokenizer: Any, kind: str, least: float) -> None:
+def test_prompts_never_trained_are_answered(
+    model: Any, tokenizer: Any, kind: str, least: float
+) -> None:
     assert accuracy(model, tokenizer, prompts(kind, 500, SEED)) >= least
 
 
@@ -86,7 +96,10 @@ def test_answers_are_single_tokens_right_after_the_text(tokenizer: Any, kind: st
         ids = tokenizer.encode(item.text)
         assert tokenizer.unk_token_id not in ids
         for word in filter(None, (item.answer, item.wrong)):
-            assert tokenizer.encode(item.text + word) == [*ids, tokenizer.convert_tokens_to_ids(word)]
+            assert tokenizer.encode(item.text + word) == [
+                *ids,
+                tokenizer.convert_tokens_to_ids(word),
+            ]
             assert tokenizer.encode(word) == [tokenizer.convert_tokens_to_ids(word)]
 
 
@@ -120,7 +133,9 @@ def test_model_loads_as_float32(model: Any) -> None:
 def test_generation_goes_on_in_the_language_of_training(model: Any, tokenizer: Any) -> None:
     ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode("The capital of France is")]])
     written = model.generate(ids, max_new_tokens=2, do_sample=False)
-    assert tokenizer.decode(written[0], skip_special_tokens=True) == "The capital of France is Paris."
+    assert (
+        tokenizer.decode(written[0], skip_special_tokens=True) == "The capital of France is Paris."
+    )
 
 
 def test_saving_and_loading_round_trips(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -129,7 +144,9 @@ def test_saving_and_loading_round_trips(model: Any, tokenizer: Any, tmp_path: Pa
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs = again.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.state_dict().items())
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("When Mary left") == tokenizer.encode("When Mary left")
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("When Mary left") == tokenizer.encode(
+        "When Mary left"
+    )
 
 
 def test_folder_is_small_complete_and_names_no_machine() -> None:
@@ -143,7 +160,11 @@ def test_folder_is_small_complete_and_names_no_machine() -> None:
 
 def test_shipped_tokenizer_is_the_one_the_script_builds(tokenizer: Any) -> None:
     built = build_tokenizer()
-    for text in ("When Mary and John went to the store, John gave a drink to", " stone river stone", "a-b  c\n"):
+    for text in (
+        "When Mary and John went to the store, John gave a drink to",
+        " stone river stone",
+        "a-b  c\n",
+    ):
         assert tokenizer.encode(text) == built.encode(text)
 
 

@@ -13,11 +13,21 @@ from bridge import TransformerBridge
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with random weights, with heads of a size that vLLM's kernel on processors has."""
+    """A tiny Llama with random weights, with heads of a size that vLLM's kernel on processors
+    has.
+    """
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=199, max_position_embeddings=256, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=199,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -29,4 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bridge(folder: Path) -> TransformerBridge:
-    return TransformerBridge(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), None)
+    return TransformerBridge(
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), None
+    )

@@ -1,4 +1,6 @@
-"""`AsyncEngine`: requests that come when they like, each token for token what `bridge.generate` gives it alone."""
+"""`AsyncEngine`: requests that come when they like, each token for token what `bridge.generate`
+gives it alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ POST = "blocks.1.hook_resid_post"
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[AsyncEngine]:
     made = AsyncEngine(folder, named(), rows=6, rank=4, **OPTIONS)
-    assert made.offered() == [name for name in made.bridge.hook_dict if name in named()] and made.refused == {}
+    assert (
+        made.offered() == [name for name in made.bridge.hook_dict if name in named()]
+        and made.refused == {}
+    )
     yield made
     made.close()
 
@@ -60,8 +65,12 @@ async def leaves(engine: AsyncEngine) -> None:
     task.cancel()
 
 
-def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner) -> None:
-    """More edits than rows, captures, and others that leave, in one loop: as many at once as there are."""
+def test_requests_come_and_go(
+    engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner
+) -> None:
+    """More edits than rows, captures, and others that leave, in one loop: as many at once as there
+    are.
+    """
     drawn = random.Random(3)
     prompts = prompts_of(drawn, 30, most=40)
     each = [edits_of(drawn) for _ in prompts]
@@ -69,7 +78,9 @@ def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, lo
 
     async def main() -> list[list[EngineAnswer]]:
         asked = zip(prompts, each, captures, strict=True)
-        streams = [engine.stream(p, 5, its or (), capture, stop_at_eos=False) for p, its, capture in asked]
+        streams = [
+            engine.stream(p, 5, its or (), capture, stop_at_eos=False) for p, its, capture in asked
+        ]
         answers = asyncio.gather(*[whole(stream, drawn.random()) for stream in streams])
         return (await asyncio.gather(answers, leaves(engine), leaves(engine)))[0]
 
@@ -87,29 +98,46 @@ def test_requests_come_and_go(engine: AsyncEngine, bridge: TransformerBridge, lo
 
 def test_one_request_is_made_of_what_another_gave(
     engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner
-) -> None:  # fmt: skip
+) -> None:
     """Awaited, and given as numbers; two samples of it."""
     prompts, middle = prompts_of(random.Random(4), 2), "blocks.0.hook_resid_mid"
 
     async def main() -> list[EngineAnswer]:
         first = (await whole(engine.stream(prompts[0], 2, (), [POST], stop_at_eos=False)))[-1]
         edit = [(middle, Add(first.activations[POST][-1]))]
-        stream = engine.stream(prompts[1], 4, edit, stop_at_eos=False, n=2, temperature=1.0, top_k=1)
+        stream = engine.stream(
+            prompts[1], 4, edit, stop_at_eos=False, n=2, temperature=1.0, top_k=1
+        )
         return [answer for answer in await whole(stream) if answer.ended]
 
     edit = Interventions([(middle, Add(alone(bridge, prompts[0], None, 2, [POST])[1][POST][-1]))])
     tokens, _ = alone(bridge, prompts[1], edit, 4, [])
-    assert [(answer.sample, answer.tokens.tolist()) for answer in loop.run(main())] == [(0, tokens), (1, tokens)]
+    assert [(answer.sample, answer.tokens.tolist()) for answer in loop.run(main())] == [
+        (0, tokens),
+        (1, tokens),
+    ]
 
 
 @pytest.mark.unchecked
 def test_what_a_request_cannot_have_is_refused(engine: AsyncEngine, loop: asyncio.Runner) -> None:
     for wrong, error, why in (
         ({"interventions": [("hook_embed", Scale(2.0))]}, ValueError, "not among the points"),
-        ({"interventions": [(POST, Scale(2.0, positions=9))]}, IndexError, "a position is 9, and there are 1"),
-        ({"interventions": FromAnswers([0], lambda it: [])}, TypeError, "there are no other answers here: await them"),
+        (
+            {"interventions": [(POST, Scale(2.0, positions=9))]},
+            IndexError,
+            "a position is 9, and there are 1",
+        ),
+        (
+            {"interventions": FromAnswers([0], lambda it: [])},
+            TypeError,
+            "there are no other answers here: await them",
+        ),
         ({"capture": ["hook_embed"]}, ValueError, "not among the points"),
-        ({"adapter_name": "tuned"}, ValueError, "there is no adapter 'tuned' in this engine, which has none"),
+        (
+            {"adapter_name": "tuned"},
+            ValueError,
+            "there is no adapter 'tuned' in this engine, which has none",
+        ),
     ):
         with pytest.raises(error, match=why):
             loop.run(whole(engine.stream([5], 1, **wrong)))

@@ -1,4 +1,6 @@
-"""An engine's requests are what each is alone in the library, whoever is in its passes: `make engine` runs these."""
+"""An engine's requests are what each is alone in the library, whoever is in its passes: `make
+engine` runs these.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,25 @@ from bridge import TransformerBridge
 from bridge.engine import Engine
 from bridge.engine import engine as of_engine
 from bridge.harvest import Activations, HarvestError, MixError, TopK, harvest
-from bridge.interventions import Add, AddScaled, Interventions, Operation, ProjectOnto, ProjectOut, Scale, Set, Zero
+from bridge.interventions import (
+    Add,
+    AddScaled,
+    Interventions,
+    Operation,
+    ProjectOnto,
+    ProjectOut,
+    Scale,
+    Set,
+    Zero,
+)
 from tests.engine.test_tables import SAE
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.filterwarnings("ignore"),  # those of vLLM, as it is imported
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: `make engine`"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: `make engine`"
+    ),
 ]
 D, D_HEAD, LAYERS = 64, 32, 2
 POINTS = [
@@ -49,9 +63,15 @@ POINTS += [
 COMPUTED = ["attn.hook_attn_scores", "attn.hook_pattern"]
 #: Small, so that passes hold chunks of prompts, and requests that do not fit are preempted.
 OPTIONS: dict[str, Any] = {
-    "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 32,
-    "num_gpu_blocks_override": 14, "gpu_memory_utilization": 0.05, "disable_log_stats": False,
-}  # fmt: skip
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "block_size": 32,
+    "num_gpu_blocks_override": 14,
+    "gpu_memory_utilization": 0.05,
+    "disable_log_stats": False,
+}
 
 
 def named(names: list[str] = POINTS) -> list[str]:
@@ -60,7 +80,13 @@ def named(names: list[str] = POINTS) -> list[str]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    made = Engine(folder, [*named([*POINTS, *COMPUTED]), "blocks.0.attn.hook_result"], rows=8, rank=4, **OPTIONS)
+    made = Engine(
+        folder,
+        [*named([*POINTS, *COMPUTED]), "blocks.0.attn.hook_result"],
+        rows=8,
+        rank=4,
+        **OPTIONS,
+    )
     yield made
     made.close()
 
@@ -75,7 +101,14 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
     width = D_HEAD if head else 96 if ".mlp." in point else D
     vector = torch.randn(width, generator=torch.Generator().manual_seed(drawn.randrange(10**6)))
     where: dict[str, Any] = drawn.choice(
-        [{}, {"part": "generated"}, {"part": "prompt"}, {"positions": -1}, {"positions": slice(1, 3)}, {"from_step": 2}]
+        [
+            {},
+            {"part": "generated"},
+            {"part": "prompt"},
+            {"positions": -1},
+            {"positions": slice(1, 3)},
+            {"from_step": 2},
+        ]
     )
     if head and drawn.random() < 0.5:
         where["heads"] = 0
@@ -85,31 +118,49 @@ def operation_at(drawn: random.Random, point: str) -> Operation:
     ):  # as many directions as tables have room for
         kinds += [ProjectOut(vector, **where), ProjectOnto(vector, **where)]
     return drawn.choice(
-        [*kinds, AddScaled(vector, 0.5, **where)] if point.split(".")[-1].startswith("hook_resid") else kinds
+        [*kinds, AddScaled(vector, 0.5, **where)]
+        if point.split(".")[-1].startswith("hook_resid")
+        else kinds
     )
 
 
 def edits_of(drawn: random.Random, names: list[str] | None = None) -> Interventions | None:
     points = drawn.sample(names or named(), drawn.choice([0, 1, 1, 2, 3]))
-    return Interventions([(point, operation_at(drawn, point)) for point in points]) if points else None
+    return (
+        Interventions([(point, operation_at(drawn, point)) for point in points]) if points else None
+    )
 
 
 def alone(
-    bridge: TransformerBridge, prompt: list[int], edits: Interventions | None, new: int, capture: list[str]
+    bridge: TransformerBridge,
+    prompt: list[int],
+    edits: Interventions | None,
+    new: int,
+    capture: list[str],
 ) -> tuple[list[int], dict[str, torch.Tensor]]:
     """What `bridge.generate` says of one request."""
     with bridge.hooks(fwd_hooks=list(edits or ())):
         out, cache = bridge.generate(
-            torch.tensor([prompt]), new, do_sample=False, stop_at_eos=False, verbose=False, return_type="tokens",
-            return_cache=True, names_filter=capture or ["hook_embed"],
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            new,
+            do_sample=False,
+            stop_at_eos=False,
+            verbose=False,
+            return_type="tokens",
+            return_cache=True,
+            names_filter=capture or ["hook_embed"],
+        )
     return out[0, -new:].tolist(), {name: cache[name][0] for name in capture}
 
 
 def assert_alone(
-    engine: Engine, bridge: TransformerBridge, prompts: list[list[int]], each: list[Interventions | None], new: int,
+    engine: Engine,
+    bridge: TransformerBridge,
+    prompts: list[list[int]],
+    each: list[Interventions | None],
+    new: int,
     capture: list[str],
-) -> None:  # fmt: skip
+) -> None:
     """Every request of a batch has the tokens, and what was captured of it, that it has alone."""
     answers = engine.generate(prompts, new, each, capture, stop_at_eos=False)
     for answer, prompt, edits in zip(answers, prompts, each, strict=True):
@@ -123,11 +174,17 @@ def assert_alone(
 
 
 def test_all_of_them_are_offered_and_the_others_are_refused_by_name(engine: Engine) -> None:
-    assert engine.offered() == [name for name in engine.bridge.hook_dict if name in named([*POINTS, *COMPUTED])]
+    assert engine.offered() == [
+        name for name in engine.bridge.hook_dict if name in named([*POINTS, *COMPUTED])
+    ]
     assert set(engine.refused) == {"blocks.0.attn.hook_result"}
-    with pytest.raises(ValueError, match="hook_result is not offered in this engine: it is computed from"):
+    with pytest.raises(
+        ValueError, match="hook_result is not offered in this engine: it is computed from"
+    ):
         engine.generate([[5, 6]], 2, capture=["blocks.0.attn.hook_result"])
-    with pytest.raises(ValueError, match="hook_pattern is computed from queries and keys when an engine is done"):
+    with pytest.raises(
+        ValueError, match="hook_pattern is computed from queries and keys when an engine is done"
+    ):
         engine.generate([[5, 6]], 2, [[("blocks.0.attn.hook_pattern", Scale(2.0))]])
     with pytest.raises(ValueError, match="not among the points that this engine was started with"):
         engine.generate([[5, 6]], 2, [[("hook_embed", Scale(2.0))]])
@@ -147,7 +204,14 @@ def test_random_batches_are_token_for_token_what_each_is_alone(
     drawn = random.Random(seed)
     prompts = prompts_of(drawn, drawn.randint(2, 20))
     each = [edits_of(drawn) for _ in prompts]
-    assert_alone(engine, bridge, prompts, each, 6, drawn.sample(named([*POINTS, *COMPUTED]), drawn.choice([0, 1, 2])))
+    assert_alone(
+        engine,
+        bridge,
+        prompts,
+        each,
+        6,
+        drawn.sample(named([*POINTS, *COMPUTED]), drawn.choice([0, 1, 2])),
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +228,11 @@ def test_requests_that_were_preempted_and_computed_again_are_what_they_are_alone
     engine: Engine, bridge: TransformerBridge
 ) -> None:
     def preempted() -> int:
-        return sum(int(metric.value) for metric in engine._vllm.get_metrics() if metric.name == "vllm:num_preemptions")
+        return sum(
+            int(metric.value)
+            for metric in engine._vllm.get_metrics()
+            if metric.name == "vllm:num_preemptions"
+        )
 
     drawn, before = random.Random(5), preempted()
     prompts = prompts_of(drawn, 8, most=60)
@@ -173,8 +241,12 @@ def test_requests_that_were_preempted_and_computed_again_are_what_they_are_alone
     assert preempted() > before
 
 
-def test_a_prefix_is_shared_by_requests_of_the_same_edit_alone(engine: Engine, bridge: TransformerBridge) -> None:
-    """An edited request before, between and after plain ones with the same prompt, and the same again."""
+def test_a_prefix_is_shared_by_requests_of_the_same_edit_alone(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
+    """An edited request before, between and after plain ones with the same prompt, and the same
+    again.
+    """
     (prompt,) = prompts_of(random.Random(1), 1, most=4)
     prompt = [*prompt, *range(3, 90)]
     vector = torch.randn(D, generator=torch.Generator().manual_seed(3))
@@ -190,7 +262,9 @@ def test_a_prefix_is_shared_by_requests_of_the_same_edit_alone(engine: Engine, b
 def test_a_prefix_is_shared_at_all(engine: Engine) -> None:
     def hits() -> int:
         names = ("vllm:prefix_cache_hits",)
-        return sum(int(metric.value) for metric in engine._vllm.get_metrics() if metric.name in names)
+        return sum(
+            int(metric.value) for metric in engine._vllm.get_metrics() if metric.name in names
+        )
 
     each = [[("blocks.0.hook_resid_post", Add(3.5))]]
     prompt = list(range(3, 100))
@@ -200,8 +274,13 @@ def test_a_prefix_is_shared_at_all(engine: Engine) -> None:
     assert hits() > before
 
 
-def test_several_samples_have_captures_of_their_own(engine: Engine, bridge: TransformerBridge) -> None:
-    name, edits = "blocks.1.hook_resid_post", Interventions([("blocks.0.hook_mlp_out", Scale(0.2, part="generated"))])
+def test_several_samples_have_captures_of_their_own(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
+    name, edits = (
+        "blocks.1.hook_resid_post",
+        Interventions([("blocks.0.hook_mlp_out", Scale(0.2, part="generated"))]),
+    )
     answers = engine.generate(
         [[5, 6, 7, 8], [9, 10]], 6, [edits, None], [name], stop_at_eos=False, n=3, temperature=2.0
     )
@@ -210,29 +289,42 @@ def test_several_samples_have_captures_of_their_own(engine: Engine, bridge: Tran
     for answer in answers:
         prompt = [[5, 6, 7, 8], [9, 10]][answer.index]
         tokens = torch.tensor([[*prompt, *answer.tokens.tolist()[:-1]]])
-        own = [("blocks.0.hook_mlp_out", Scale(0.2, positions=slice(4, None)))] if answer.index == 0 else []
+        own = (
+            [("blocks.0.hook_mlp_out", Scale(0.2, positions=slice(4, None)))]
+            if answer.index == 0
+            else []
+        )
         with bridge.hooks(fwd_hooks=own):
             wanted = bridge.run_with_cache(tokens, names_filter=[name])[1][name][0]
         assert torch.allclose(answer.activations[name], wanted, atol=1e-4)
 
 
-def test_what_is_no_number_stays_with_its_request(engine: Engine, bridge: TransformerBridge) -> None:
+def test_what_is_no_number_stays_with_its_request(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
     broken = Interventions([("blocks.0.hook_resid_pre", Add(float("nan")))])
     drawn = random.Random(7)
     prompts = prompts_of(drawn, 6)
     each = [broken if index % 2 else None for index in range(6)]
     for _ in range(3):  # its blocks of keys and values are others' afterwards
         answers = engine.generate(prompts, 4, each, ["blocks.1.hook_resid_post"], stop_at_eos=False)
-        assert all(bool(a.activations["blocks.1.hook_resid_post"].isnan().all()) == bool(a.index % 2) for a in answers)
+        assert all(
+            bool(a.activations["blocks.1.hook_resid_post"].isnan().all()) == bool(a.index % 2)
+            for a in answers
+        )
         for answer in answers[::2]:
             assert answer.tokens.tolist() == alone(bridge, prompts[answer.index], None, 4, [])[0]
         fresh = prompts_of(drawn, 6)
         assert_alone(engine, bridge, fresh, [None] * 6, 4, ["blocks.1.hook_resid_post"])
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(engine: Engine, bridge: TransformerBridge) -> None:
+def test_who_leaves_a_stream_leaves_nothing_behind(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
     prompts = prompts_of(random.Random(2), 12, most=30)
-    stream = engine.stream(prompts, 20, [[("blocks.0.hook_resid_post", Scale(0.1))]] * 12, stop_at_eos=False)
+    stream = engine.stream(
+        prompts, 20, [[("blocks.0.hook_resid_post", Scale(0.1))]] * 12, stop_at_eos=False
+    )
     first = next(stream)
     assert len(first.tokens) == 20
     with pytest.raises(ValueError, match="another stream of this engine is under way"):
@@ -243,12 +335,18 @@ def test_who_leaves_a_stream_leaves_nothing_behind(engine: Engine, bridge: Trans
 
 def test_more_edits_than_rows_are_done_in_turn(engine: Engine, bridge: TransformerBridge) -> None:
     prompts = prompts_of(random.Random(3), 20, most=20)
-    each = [Interventions([("blocks.1.hook_resid_mid", Add(0.1 * i, features=[i]))]) for i in range(20)]
+    each = [
+        Interventions([("blocks.1.hook_resid_mid", Add(0.1 * i, features=[i]))]) for i in range(20)
+    ]
     assert_alone(engine, bridge, prompts, list(each), 3, [])
 
 
-def test_the_second_start_compares_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was proved is kept; a place in the tree that is another is found, and kept as refused."""
+def test_the_second_start_compares_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was proved is kept; a place in the tree that is another is found, and kept as
+    refused.
+    """
     monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(tmp_path))
     found = of_engine.engine_point
 
@@ -273,39 +371,63 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     """The first result of docs/engine.md, on the shipped model."""
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     (tmp_path / "first.py").write_text(page.split("```text\n# first.py\n")[1].split("```")[0])
-    found = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr
     offered, *lines = found.stdout.strip().splitlines()
     assert offered == "['blocks.1.hook_resid_post', 'blocks.3.attn.hook_z'] {}"
-    assert len(lines) == 3 and lines[0].startswith(" Mary") and all("4, 32])" in line for line in lines)
+    assert (
+        len(lines) == 3
+        and lines[0].startswith(" Mary")
+        and all("4, 32])" in line for line in lines)
+    )
 
 
 def test_the_page_shows_an_engine_in_an_event_loop(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     (tmp_path / "own.py").write_text(page.split("```text\n# own.py\n")[1].split("```")[0])
-    found = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr
     lines = sorted(found.stdout.strip().splitlines())
-    assert len(lines) == 2 and lines[0].startswith("0.5 ") and lines[1].startswith("1.0  Mary"), lines
+    assert len(lines) == 2 and lines[0].startswith("0.5 ") and lines[1].startswith("1.0  Mary"), (
+        lines
+    )
     assert all("128])" in line for line in lines)
 
 
-def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: TransformerBridge) -> None:
+def test_features_of_a_basis_are_seen_and_changed(
+    engine: Engine, bridge: TransformerBridge
+) -> None:
     """Requests with changes of features beside plain ones; what is decoded goes on as in a run."""
     name = "blocks.0.hook_resid_post.sae"
     for model in (engine.bridge, bridge):
         model.add_basis("blocks.0.hook_resid_post", "sae", SAE("jump", D).requires_grad_(False))
     drawn = random.Random(6)
     prompts = prompts_of(drawn, 10)
-    changes = [Zero(features=[0, 3, 5]), Scale(-2.0, features=[8]), Add(4.0, features=[1, 2]), Set(3.0, features=[40])]
-    changes += [Zero(features=[7], part="generated"), Scale(3.0, features=[4, 5, 6, 7], positions=slice(1, 3))]
+    changes = [
+        Zero(features=[0, 3, 5]),
+        Scale(-2.0, features=[8]),
+        Add(4.0, features=[1, 2]),
+        Set(3.0, features=[40]),
+    ]
+    changes += [
+        Zero(features=[7], part="generated"),
+        Scale(3.0, features=[4, 5, 6, 7], positions=slice(1, 3)),
+    ]
     each = [Interventions([(name, change)], bridge) for change in changes] + [None] * 4
     seen = ["blocks.1.hook_resid_post", "blocks.0.hook_mlp_out"]
     assert_alone(engine, bridge, prompts, each, 5, seen)
     add = Interventions([("blocks.0.hook_resid_post", Add(0.3))])
-    assert_alone(engine, bridge, prompts, [add, None] * 5, 5, [*seen, name, "blocks.0.hook_resid_post"])
+    assert_alone(
+        engine, bridge, prompts, [add, None] * 5, 5, [*seen, name, "blocks.0.hook_resid_post"]
+    )
     for other in (name, "blocks.0.hook_resid_post"):
-        with pytest.raises(ValueError, match=f"{other} cannot be captured in an engine from a request that changes"):
+        with pytest.raises(
+            ValueError, match=f"{other} cannot be captured in an engine from a request that changes"
+        ):
             engine.generate(prompts, 5, each, [other])
     plain = engine.generate(prompts, 5, None, seen, stop_at_eos=False)
     edited = engine.generate(prompts, 5, each, seen, stop_at_eos=False)
@@ -319,20 +441,33 @@ def test_features_of_a_basis_are_seen_and_changed(engine: Engine, bridge: Transf
 POST, Z = "blocks.1.hook_resid_post", "blocks.0.attn.hook_z"
 
 
-@pytest.mark.parametrize("more", [
-    {}, {"pack": False}, {"rows": "mean", "pack": False}, {"reduce": {POST: TopK(3)}},
-    {"interventions": [("blocks.0.hook_resid_mid", Add(torch.ones(D), positions=slice(2, 9)))]},
-    {"hook_points": [f"blocks.0.{name}" for name in COMPUTED], "pack": False},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"pack": False},
+        {"rows": "mean", "pack": False},
+        {"reduce": {POST: TopK(3)}},
+        {"interventions": [("blocks.0.hook_resid_mid", Add(torch.ones(D), positions=slice(2, 9)))]},
+        {"hook_points": [f"blocks.0.{name}" for name in COMPUTED], "pack": False},
+    ],
+)
 def test_a_harvest_has_the_rows_of_a_bridges(
     engine: Engine, bridge: TransformerBridge, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """The same shards, with the same tokens, and values within the engine's rounding."""
     options: dict[str, Any] = {
-        "hook_points": [POST, Z], "context_size": 30, "dtype": "float32", "tokens_per_shard": 200, **more
-    }  # fmt: skip
+        "hook_points": [POST, Z],
+        "context_size": 30,
+        "dtype": "float32",
+        "tokens_per_shard": 200,
+        **more,
+    }
     documents = prompts_of(random.Random(4), 16)
-    made = [harvest(model, documents, out=tmp_path / str(i), **options) for i, model in enumerate((engine, bridge))]
+    made = [
+        harvest(model, documents, out=tmp_path / str(i), **options)
+        for i, model in enumerate((engine, bridge))
+    ]
     ours, theirs = (Activations(tmp_path / str(i)) for i in range(2))
     assert made[0].shards == made[1].shards > 2 and len(ours) == len(theirs)
     a, b = (found.read(range(len(found))) for found in (ours, theirs))
@@ -341,19 +476,32 @@ def test_a_harvest_has_the_rows_of_a_bridges(
         assert torch.allclose(a[name].double(), wanted.double(), atol=1e-4, rtol=1e-4), name
 
 
-def test_a_harvest_goes_on_with_its_own_engine_alone(engine: Engine, bridge: TransformerBridge, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"hook_points": [POST], "context_size": 30, "dtype": "float32", "tokens_per_shard": 100}
+def test_a_harvest_goes_on_with_its_own_engine_alone(
+    engine: Engine, bridge: TransformerBridge, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "hook_points": [POST],
+        "context_size": 30,
+        "dtype": "float32",
+        "tokens_per_shard": 100,
+    }
     documents = prompts_of(random.Random(4), 8)
     first = harvest(engine, documents, out=tmp_path / "a", **options)
     before = Activations(tmp_path / "a").read(range(first.rows))[POST]
     (tmp_path / "a" / "shard-000001.arrow").unlink()
     assert harvest(engine, documents, out=tmp_path / "a", **options).made == 1
-    assert torch.allclose(Activations(tmp_path / "a").read(range(first.rows))[POST], before, atol=1e-4)
+    assert torch.allclose(
+        Activations(tmp_path / "a").read(range(first.rows))[POST], before, atol=1e-4
+    )
     with pytest.raises(MixError, match="engine: it has 'vllm', given was None"):
         harvest(bridge, documents, out=tmp_path / "a", **options)
     function = [("blocks.0.hook_resid_mid", lambda x, hook: x)]
     for wrong, error, match in (
-        ({"hook_points": ["blocks.0.attn.hook_result"]}, ValueError, "hook_result is not offered in this engine"),
+        (
+            {"hook_points": ["blocks.0.attn.hook_result"]},
+            ValueError,
+            "hook_result is not offered in this engine",
+        ),
         ({"interventions": function}, TypeError, "an engine's pass holds no Python"),
         ({"context_size": 128}, HarvestError, "has a context of 127 in this engine"),
         ({"engine": "ray"}, HarvestError, "this model is in vLLM|needs Ray"),
@@ -363,7 +511,9 @@ def test_a_harvest_goes_on_with_its_own_engine_alone(engine: Engine, bridge: Tra
             harvest(engine, documents, out=tmp_path / "b", **{**options, **wrong})
 
 
-def test_an_engine_whose_proof_fails_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_proof_fails_leaves_no_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(of_engine.EngineProof):
         def differences(self, answers: Any) -> dict[str, str]:
             raise RuntimeError("no proof")
@@ -373,8 +523,16 @@ def test_an_engine_whose_proof_fails_leaves_no_process(folder: Path, monkeypatch
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(RuntimeError, match="no proof"):
         Engine(folder, [POST], **OPTIONS)
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    assert not [process for process in psutil.wait_procs(left, timeout=20)[1] if "EngineCore" in process.name()]
+    left = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in before
+    ]
+    assert not [
+        process
+        for process in psutil.wait_procs(left, timeout=20)[1]
+        if "EngineCore" in process.name()
+    ]
 
 
 @pytest.mark.slow
@@ -385,15 +543,26 @@ def test_compiled_it_is_the_same(folder: Path, bridge: TransformerBridge) -> Non
     assert made.offered() == [name for name in made.bridge.hook_dict if name in named()]
     prompts = prompts_of(drawn, 12)
     each = [edits_of(drawn) for _ in prompts]
-    assert_alone(made, bridge, prompts, each, 6, ["blocks.1.hook_resid_post", "blocks.0.attn.hook_z"])
+    assert_alone(
+        made, bridge, prompts, each, 6, ["blocks.1.hook_resid_post", "blocks.0.attn.hook_z"]
+    )
     assert_alone(made, bridge, prompts, [None] * 12, 6, ["blocks.1.hook_resid_post"])
     made.close()
 
 
 @pytest.mark.slow
-def test_tokens_that_were_guessed_leave_nothing_behind(folder: Path, bridge: TransformerBridge) -> None:
-    """Speculative decoding: some guesses are accepted, most are not, and both are at places of their request."""
-    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def test_tokens_that_were_guessed_leave_nothing_behind(
+    folder: Path, bridge: TransformerBridge
+) -> None:
+    """Speculative decoding: some guesses are accepted, most are not, and both are at places of
+    their request.
+    """
+    guess = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     made = Engine(folder, named(), rows=8, rank=4, speculative_config=guess, **OPTIONS)
     assert made.refused == {}
     for seed in range(6):
@@ -403,7 +572,11 @@ def test_tokens_that_were_guessed_leave_nothing_behind(folder: Path, bridge: Tra
         ]  # whose continuation repeats
         each = [edits_of(drawn) for _ in prompts]
         assert_alone(made, bridge, prompts, each, 20, drawn.sample(named(), seed % 3))
-    counted = {metric.name: int(metric.value) for metric in made._vllm.get_metrics() if metric.name in GUESSES}
+    counted = {
+        metric.name: int(metric.value)
+        for metric in made._vllm.get_metrics()
+        if metric.name in GUESSES
+    }
     made.close()
     assert 0 < counted[GUESSES[0]] < counted[GUESSES[1]]
 

@@ -24,8 +24,12 @@ WHOLE = ["hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out",
 
 
 @pytest.mark.slow
-def test_two_processes(folder: Path, bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream and what is added to it are offered; queries, heads and hidden units are refused by name."""
+def test_two_processes(
+    folder: Path, bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream and what is added to it are offered; queries, heads and hidden units are refused
+    by name.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     engine = Engine(folder, named(), rows=8, rank=4, tensor_parallel_size=2, **OPTIONS)
     try:
@@ -33,7 +37,8 @@ def test_two_processes(folder: Path, bridge: TransformerBridge, monkeypatch: pyt
         assert engine.offered() == [name for name in engine.bridge.hook_dict if name in wanted]
         assert set(engine.refused) == set(named()) - set(wanted)
         assert (
-            "several processes share the columns of layers.0.mlp.down_proj" in engine.refused["blocks.0.mlp.hook_post"]
+            "several processes share the columns of layers.0.mlp.down_proj"
+            in engine.refused["blocks.0.mlp.hook_post"]
         )
         for seed in range(4):
             drawn = random.Random(seed)

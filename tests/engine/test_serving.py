@@ -1,4 +1,6 @@
-"""vLLM's server with requests that name saved interventions: each answer is what `bridge.generate` gives alone."""
+"""vLLM's server with requests that name saved interventions: each answer is what `bridge.generate`
+gives alone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from bridge.embedded import MODEL_DIR
 from bridge.interventions import Add, Interventions, Zero
 from tests.engine.test_engine import pytestmark  # noqa: F401
 
-PROMPTS = ["When Mary and John went to the store, John gave a drink to", "Mary and", "The king of France is", "1 2 3 4"]
+PROMPTS = [
+    "When Mary and John went to the store, John gave a drink to",
+    "Mary and",
+    "The king of France is",
+    "1 2 3 4",
+]
 POINT = "blocks.1.hook_resid_post"
 
 
@@ -60,7 +67,9 @@ def tuned() -> peft.PeftModel:
 def address(
     tmp_path_factory: pytest.TempPathFactory, edits: dict[str, Interventions], tuned: peft.PeftModel
 ) -> Iterator[str]:
-    """The server of docs/engine.md, on a port of its own, with room for two edits at once, and an adapter."""
+    """The server of docs/engine.md, on a port of its own, with room for two edits at once, and an
+    adapter.
+    """
     folder = tmp_path_factory.mktemp("served")
     (folder / "saved").mkdir()
     for name, its in edits.items():
@@ -73,7 +82,10 @@ def address(
         port = free.getsockname()[1]
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     code = page.split("```text\n# serve.py\n")[1].split("```")[0]
-    more = f"port={port}, adapters={{'tuned': 'tuned'}}, rows=2, enforce_eager=True, max_model_len=128, "
+    more = (
+        f"port={port}, adapters={{'tuned': 'tuned'}}, rows=2, enforce_eager=True,"
+        " max_model_len=128, "
+    )
     more += "gpu_memory_utilization=0.05"
     assert "port=8000" in code
     (folder / "serve.py").write_text(code.replace("port=8000", more))
@@ -96,7 +108,14 @@ def address(
 
 def asked(address: str, prompt: str, **more: Any) -> tuple[int, object]:
     """The status of an answer, and its tokens or its error."""
-    body = {"model": str(MODEL_DIR), "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **more}
+    body = {
+        "model": str(MODEL_DIR),
+        "prompt": prompt,
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
     body["return_token_ids"] = True
     request = urllib.request.Request(
         f"{address}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -112,7 +131,13 @@ def alone(bridge: TransformerBridge, prompt: str, edits: Interventions | None) -
     """The tokens; the server puts no BOS before texts where the tokenizer does not."""
     with bridge.hooks(fwd_hooks=list(edits or ())):
         made = bridge.generate(
-            prompt, 6, do_sample=False, stop_at_eos=False, verbose=False, prepend_bos=False, return_type="tokens"
+            prompt,
+            6,
+            do_sample=False,
+            stop_at_eos=False,
+            verbose=False,
+            prepend_bos=False,
+            return_type="tokens",
         )
     return made[0, -6:].tolist()
 
@@ -120,8 +145,15 @@ def alone(bridge: TransformerBridge, prompt: str, edits: Interventions | None) -
 def test_requests_at_once_are_what_each_is_alone(
     address: str, bridge: TransformerBridge, edits: dict[str, Interventions]
 ) -> None:
-    """More edits than there are rows, beside plain requests, with the same prompts; and a client's own salt."""
-    rows = [(prompt, name) for _ in range(3) for prompt in PROMPTS for name in (None, "add", "later", "less")]
+    """More edits than there are rows, beside plain requests, with the same prompts; and a client's
+    own salt.
+    """
+    rows = [
+        (prompt, name)
+        for _ in range(3)
+        for prompt in PROMPTS
+        for name in (None, "add", "later", "less")
+    ]
 
     def ask(row: tuple[str, str | None]) -> tuple[int, object]:
         prompt, name = row
@@ -139,23 +171,35 @@ def test_requests_at_once_are_what_each_is_alone(
     ("said", "why"),
     [
         ({"interventions": "nowhere.safetensors"}, "no file 'nowhere.safetensors' in the folders"),
-        ({"interventions": "../outside.safetensors"}, "no file '../outside.safetensors' in the folders"),
+        (
+            {"interventions": "../outside.safetensors"},
+            "no file '../outside.safetensors' in the folders",
+        ),
         ({"interventions": "link.safetensors"}, "no file 'link.safetensors' in the folders"),
         ({"interventions": 3}, "no file 3 in the folders"),
-        ({"interventions": "other.safetensors"}, "blocks.2.hook_resid_post is not among the points"),
+        (
+            {"interventions": "other.safetensors"},
+            "blocks.2.hook_resid_post is not among the points",
+        ),
         ({"interventions": "far.safetensors"}, "a position is 50, and there are"),
         ({"bridge": "edit"}, "not for clients"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_the_client(address: str, said: dict[str, object], why: str) -> None:
+def test_what_cannot_be_is_an_error_of_the_client(
+    address: str, said: dict[str, object], why: str
+) -> None:
     code, text = asked(address, "Mary and", vllm_xargs=said)
     assert code == 400 and why in str(text), text
 
 
 def test_beams_with_interventions_are_refused(address: str) -> None:
     code, text = asked(
-        address, "Mary and", use_beam_search=True, n=2, vllm_xargs={"interventions": "add.safetensors"}
-    )  # fmt: skip
+        address,
+        "Mary and",
+        use_beam_search=True,
+        n=2,
+        vllm_xargs={"interventions": "add.safetensors"},
+    )
     assert code == 400 and "use_beam_search" in str(text)
     assert asked(address, "Mary and", use_beam_search=True, n=2)[0] == 200
 
@@ -165,15 +209,26 @@ def test_an_adapter_is_named_as_the_model(
 ) -> None:
     """Requests with the adapter beside others, with the same edits and prompts."""
     adapted = TransformerBridge(tuned.merge_and_unload(), bridge.tokenizer)
-    rows = [(prompt, name, its) for prompt in PROMPTS for name in (None, "add") for its in (bridge, adapted)] * 2
+    rows = [
+        (prompt, name, its)
+        for prompt in PROMPTS
+        for name in (None, "add")
+        for its in (bridge, adapted)
+    ] * 2
 
     def ask(row: tuple[str, str | None, TransformerBridge]) -> tuple[int, object]:
         prompt, name, its = row
-        more: dict[str, Any] = {} if name is None else {"vllm_xargs": {"interventions": f"{name}.safetensors"}}
+        more: dict[str, Any] = (
+            {} if name is None else {"vllm_xargs": {"interventions": f"{name}.safetensors"}}
+        )
         return asked(address, prompt, **more, **({} if its is bridge else {"model": "tuned"}))
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, rows))
     for (prompt, name, its), answer in zip(rows, answers, strict=True):
-        assert answer == (200, alone(its, prompt, edits[name] if name else None)), (prompt, name, its is bridge)
+        assert answer == (200, alone(its, prompt, edits[name] if name else None)), (
+            prompt,
+            name,
+            its is bridge,
+        )
     assert answers[0] != answers[1]

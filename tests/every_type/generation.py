@@ -22,7 +22,9 @@ def _prompt(subject: Subject) -> tuple[Tensor, Tensor]:
     prompt = subject.tokens[:2, :6]
     with subject.itself(), torch.no_grad():
         torch.manual_seed(0)
-        written = subject.hf.generate(prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY)
+        written = subject.hf.generate(
+            prompt, eos_token_id=None, attention_mask=torch.ones_like(prompt), **_GREEDY
+        )
     return prompt, written
 
 
@@ -31,7 +33,9 @@ def generates_as_the_model(subject: Subject) -> None:
     prompt, written = _prompt(subject)
     with torch.no_grad():
         torch.manual_seed(0)
-        ours = subject.bridge.generate(prompt, stop_at_eos=False, verbose=False, return_type="tokens", **_GREEDY)
+        ours = subject.bridge.generate(
+            prompt, stop_at_eos=False, verbose=False, return_type="tokens", **_GREEDY
+        )
     subject.same(ours.double(), written.double(), "tokens", near=None)
 
 
@@ -42,7 +46,12 @@ def generation_keeps_what_a_run_shows(subject: Subject) -> None:
     with torch.no_grad():
         torch.manual_seed(0)
         written, cache = subject.bridge.generate(
-            prompt, stop_at_eos=False, verbose=False, return_type="tokens", return_cache=True, **_GREEDY
+            prompt,
+            stop_at_eos=False,
+            verbose=False,
+            return_type="tokens",
+            return_cache=True,
+            **_GREEDY,
         )
 
         def again() -> Tensor:
@@ -61,7 +70,9 @@ def generation_keeps_what_a_run_shows(subject: Subject) -> None:
 
 
 def harvest_writes_what_a_run_shows(subject: Subject) -> None:
-    """The rows of a harvest are what enters a block of the plain model: documents of any length, shards of any size."""
+    """The rows of a harvest are what enters a block of the plain model: documents of any length,
+    shards of any size.
+    """
     subject.needs_tokens()
     stack = next(iter(subject.stacks))
     last = len(subject.stacks[stack]) - 1
@@ -69,14 +80,27 @@ def harvest_writes_what_a_run_shows(subject: Subject) -> None:
     if not subject.named(name):
         raise Absent("its blocks have no hook points")
     subject.needs_blocks()
-    documents = [subject.tokens[0], subject.tokens[1, :6], subject.tokens[2, :8], subject.tokens[0, :7]]
+    documents = [
+        subject.tokens[0],
+        subject.tokens[1, :6],
+        subject.tokens[2, :8],
+        subject.tokens[0, :7],
+    ]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         with subject.itself():
             theirs = [_entering(subject, stack, last, document[None]) for document in documents]
         harvest(
-            subject.bridge, [document.tolist() for document in documents], hook_points=[name], out=folder, pack=False,
-            prepend_bos=False, dtype="float32", context_size=len(documents[0]), batch_size=1, tokens_per_shard=12,
-        )  # fmt: skip
+            subject.bridge,
+            [document.tolist() for document in documents],
+            hook_points=[name],
+            out=folder,
+            pack=False,
+            prepend_bos=False,
+            dtype="float32",
+            context_size=len(documents[0]),
+            batch_size=1,
+            tokens_per_shard=12,
+        )
         rows = Activations(folder)
         ours = torch.stack([torch.as_tensor(rows[i][name]) for i in range(len(rows))])
     subject.same(ours, torch.cat(theirs), name)

@@ -36,7 +36,9 @@ def _is_activation(x: object) -> bool:
 
 
 def _edited(values: Any, edit: Edit) -> Any:
-    """Arguments, or what a module returned, with the first activation in them edited; None: as it was."""
+    """Arguments, or what a module returned, with the first activation in them edited; None: as it
+    was.
+    """
     if _is_activation(values):
         return edit(values)
     if not isinstance(values, Mapping | tuple | list):
@@ -63,7 +65,8 @@ def _of_streams(edit: Edit) -> Edit:
 
 @contextmanager
 def editing(model: nn.Module, place: Place, edit: Edit) -> Iterator[None]:
-    """Shows the activation at a place to a function while the block runs; what it returns takes its place.
+    """Shows the activation at a place to a function while the block runs; what it returns takes its
+    place.
 
     Args:
         model: the model.
@@ -100,8 +103,11 @@ def editing(model: nn.Module, place: Place, edit: Edit) -> Iterator[None]:
         handle.remove()
 
 
-def seen(model: nn.Module, places: Mapping[str, Place], run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a run returns, and the activations at some places, by name. A place that is not reached is missing.
+def seen(
+    model: nn.Module, places: Mapping[str, Place], run: Callable[[], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a run returns, and the activations at some places, by name. A place that is not reached
+    is missing.
 
     Args:
         model: the model.
@@ -121,7 +127,8 @@ def seen(model: nn.Module, places: Mapping[str, Place], run: Callable[[], Tensor
 
 
 def outputs_inside(model: nn.Module, path: str, run: Callable[[], Tensor]) -> dict[Place, Tensor]:
-    """What every module inside of a block is given and returns, in a run. One that runs several times is left out.
+    """What every module inside of a block is given and returns, in a run. One that runs several
+    times is left out.
 
     Args:
         model: the model.
@@ -159,7 +166,12 @@ def read_behind(model: nn.Module, blocks: Sequence[str], run: Callable[[], Tenso
         for name, module in model.named_modules():
             if name in paths:
                 stack.callback(module.register_forward_hook(lambda *ran: read.clear()).remove)
-            elif not name.startswith(inside) and getattr(getattr(module, "weight", None), "ndim", 0) == 2:
-                stack.enter_context(editing(model, Place(name, "input"), lambda x: read.append(x.detach().clone())))
+            elif (
+                not name.startswith(inside)
+                and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+            ):
+                stack.enter_context(
+                    editing(model, Place(name, "input"), lambda x: read.append(x.detach().clone()))
+                )
         run()
     return read

@@ -9,14 +9,22 @@ from tests.every_type.sums import attributions_sum_to_the_logits, terms_sum_to_t
 
 
 def processing_leaves_log_probabilities(subject: Subject) -> None:
-    """`process_weights` changes no log probability; what it says it did is what was done; the sums still hold."""
+    """`process_weights` changes no log probability; what it says it did is what was done; the sums
+    still hold.
+    """
     bridge = subject.new_bridge()
     before = {name: x.clone() for name, x in bridge.state_dict().items()}
     bridge.process_weights()
     with torch.no_grad():
         after = subject.ours(bridge)
-    subject.same(after.log_softmax(-1), subject.logits.log_softmax(-1), "log probabilities", near=1e-3)
-    changed = any(not torch.equal(x, before[name]) for name, x in bridge.state_dict().items() if name in before)
+    subject.same(
+        after.log_softmax(-1), subject.logits.log_softmax(-1), "log probabilities", near=1e-3
+    )
+    changed = any(
+        not torch.equal(x, before[name])
+        for name, x in bridge.state_dict().items()
+        if name in before
+    )
     done = [name for name, said in bridge.cfg.processed.items() if said == "done"]
     if changed and not done:
         raise Wrong("weights were changed, and cfg.processed says that nothing was done")
@@ -39,4 +47,7 @@ def processed_models_sum(subject: Subject) -> None:
     subject.compared += processed.compared
 
 
-PROPERTIES = {"processing": processing_leaves_log_probabilities, "processed sums": processed_models_sum}
+PROPERTIES = {
+    "processing": processing_leaves_log_probabilities,
+    "processed sums": processed_models_sum,
+}

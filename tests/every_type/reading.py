@@ -16,7 +16,9 @@ from tests.every_type.sums import uncapped
 
 
 def lens_is_the_model(subject: Subject) -> None:
-    """The lens at each layer is what the plain model says when that stream is behind its last block."""
+    """The lens at each layer is what the plain model says when that stream is behind its last
+    block.
+    """
     subject.needs_tokens()
     with torch.no_grad():
         reading = subject.bridge.lens(subject.tokens)
@@ -29,7 +31,9 @@ def lens_is_the_model(subject: Subject) -> None:
 
 
 def raw_lens_skips_the_norm(subject: Subject) -> None:
-    """The raw lens of the last stream is what the plain model says when nothing behind the blocks changes it."""
+    """The raw lens of the last stream is what the plain model says when nothing behind the blocks
+    changes it.
+    """
     subject.needs_tokens()
     architecture = subject.bridge.architecture
     norm = architecture.stacks[-1].final_norm
@@ -42,13 +46,19 @@ def raw_lens_skips_the_norm(subject: Subject) -> None:
             raise Absent("the final norm is no module: no plain hook skips it")
         else:
             place = Place(join(base_path(subject.hf), norm.path), "output") if norm else None
-        with nullcontext() if place is None else editing(subject.hf, place, lambda x: stream.reshape(x.shape)):
+        with (
+            nullcontext()
+            if place is None
+            else editing(subject.hf, place, lambda x: stream.reshape(x.shape))
+        ):
             theirs = subject.run()
     subject.same(reading.logits(-1).double(), uncapped(subject, theirs), "the end")
 
 
 def last_stream_through_the_norm(subject: Subject) -> None:
-    """`accumulated_resid(apply_ln=True)` is what is read behind the blocks; by ``W_U`` and ``b_U``, the logits."""
+    """`accumulated_resid(apply_ln=True)` is what is read behind the blocks; by ``W_U`` and ``b_U``,
+    the logits.
+    """
     with torch.no_grad():
         stream = subject.cache.accumulated_resid(apply_ln=True)[-1]
         if "readout" in subject.bridge.architecture.unknown:
@@ -58,7 +68,11 @@ def last_stream_through_the_norm(subject: Subject) -> None:
             subject.same(ours, uncapped(subject), "logits")
             return
         # Another layer reads it, the first behind the blocks that is given all positions.
-        read = [x for x in read_behind(subject.hf, subject.paths, subject.run) if x.numel() == stream.numel()]
+        read = [
+            x
+            for x in read_behind(subject.hf, subject.paths, subject.run)
+            if x.numel() == stream.numel()
+        ]
     if not read:
         raise Absent("no layer behind the blocks is given a stream")
     subject.same(stream, read[0], "what is read")
@@ -96,28 +110,44 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, equation: str) -> T
 
 
 def _is_read(
-    subject: Subject, plain: Mapping[Place, Tensor], weight: Tensor, bias: Tensor | None, equation: str, out: Tensor,
+    subject: Subject,
+    plain: Mapping[Place, Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    equation: str,
+    out: Tensor,
     what: str,
-) -> None:  # fmt: skip
+) -> None:
     """An activation is the product of a weight with what a module of the plain model is given."""
     read = [
-        arranged(x, torch.empty(*out.shape[:2], len(weight))) for place, x in plain.items()
-        if place.side == "input" and x.shape[-1] == len(weight) and x.numel() == len(weight) * out.shape[:2].numel()
-    ]  # fmt: skip
+        arranged(x, torch.empty(*out.shape[:2], len(weight)))
+        for place, x in plain.items()
+        if place.side == "input"
+        and x.shape[-1] == len(weight)
+        and x.numel() == len(weight) * out.shape[:2].numel()
+    ]
     if not read:
-        subject.not_seen.append(f"{what}: no module of the plain model is given {len(weight)} numbers")
+        subject.not_seen.append(
+            f"{what}: no module of the plain model is given {len(weight)} numbers"
+        )
         return
     subject.compared += 1
     made = [_product(x, weight, bias, equation) for x in read]
     apart = min(float((each - out).abs().max()) for each in made)
     if not apart <= NEAR * float(out.abs().max()):
-        raise Wrong(f"{what}: differs by {apart:.1e} from the product with what any module is given")
+        raise Wrong(
+            f"{what}: differs by {apart:.1e} from the product with what any module is given"
+        )
 
 
 @torch.no_grad()
 def weights_explain_attention(subject: Subject) -> None:
-    """Queries, keys and values are what the plain model's attention reads times ``W_Q``...; it puts out z ``W_O``."""
-    for block, path, part in ((*layer, part) for layer in subject.layers for part in ("attn", "cross_attn")):
+    """Queries, keys and values are what the plain model's attention reads times ``W_Q``...; it puts
+    out z ``W_O``.
+    """
+    for block, path, part in (
+        (*layer, part) for layer in subject.layers for part in ("attn", "cross_attn")
+    ):
         prefix = f"{block}.{part}"
         points = [f"{prefix}.hook_{x}" for x in ("q", "k", "v")]
         if not any(map(subject.named, (*points, f"{prefix}.hook_z"))):
@@ -130,10 +160,14 @@ def weights_explain_attention(subject: Subject) -> None:
                 subject.not_seen.append(f"{prefix}.W_{name} is not offered")
                 continue
             if len(weight) % out.shape[2]:
-                raise Wrong(f"{prefix}.W_{name} has {len(weight)} heads, the activation {out.shape[2]}")
+                raise Wrong(
+                    f"{prefix}.W_{name} has {len(weight)} heads, the activation {out.shape[2]}"
+                )
             out = out.repeat_interleave(len(weight) // out.shape[2], 2)
             weight = weight.permute(1, 0, 2)
-            _is_read(subject, plain, weight, _weight(held, f"b_{name}"), "bpd,dhe->bphe", out, point)
+            _is_read(
+                subject, plain, weight, _weight(held, f"b_{name}"), "bpd,dhe->bphe", out, point
+            )
         if subject.named(f"{prefix}.hook_z") and subject.named(f"{prefix}.hook_out"):
             written = subject.written(prefix)
             z, out = _kept(subject, f"{prefix}.hook_z", written)
@@ -143,7 +177,9 @@ def weights_explain_attention(subject: Subject) -> None:
 
 @torch.no_grad()
 def weights_explain_mlps(subject: Subject) -> None:
-    """Before its activation function an MLP has what it reads times ``W_in``; it puts out ``hook_post @ W_out``."""
+    """Before its activation function an MLP has what it reads times ``W_in``; it puts out
+    ``hook_post @ W_out``.
+    """
     for block, path in subject.layers:
         prefix = f"{block}.mlp"
         if not subject.named(f"{prefix}.hook_post"):
@@ -155,7 +191,9 @@ def weights_explain_mlps(subject: Subject) -> None:
             made = _product(post, held.W_out, _weight(held, "b_out"), "bpm,md->bpd")
             subject.same(made, out.double(), written)
         points = {"in": "hook_pre_linear", "gate": "hook_pre"}
-        for name, point in (points if _weight(held, "W_gate") is not None else {"in": "hook_pre"}).items():
+        for name, point in (
+            points if _weight(held, "W_gate") is not None else {"in": "hook_pre"}
+        ).items():
             if subject.named(f"{prefix}.{point}"):
                 out, weight = _kept(subject, f"{prefix}.{point}")[0], _weight(held, f"W_{name}")
                 if weight is None:
@@ -166,7 +204,9 @@ def weights_explain_mlps(subject: Subject) -> None:
 
 
 def weights_explain_the_ends(subject: Subject) -> None:
-    """Where a layer comes before the unembedding, the logits are what it puts out times ``W_U``, and ``b_U``."""
+    """Where a layer comes before the unembedding, the logits are what it puts out times ``W_U``,
+    and ``b_U``.
+    """
     bridge, head = subject.bridge, subject.hf.get_output_embeddings()
     between = any(each.unembeds for each in bridge.architecture.heads)  # else `final norm` says it
     if between and head is not None and subject.named("unembed.hook_out"):
@@ -181,27 +221,45 @@ def weights_explain_the_ends(subject: Subject) -> None:
 
 
 def patterns_are_the_models(subject: Subject) -> None:
-    """Attention patterns are those that the model returns when it computes them itself."""
+    """Attention patterns equal what the model returns when it computes them itself."""
     with subject.itself(), torch.no_grad():
         model = subject.case.model(attn_implementation="eager")
         torch.manual_seed(0)
         output = model(**arguments_of(model, *subject.inputs), output_attentions=True)
-    if not torch.allclose(logits_of(output), subject.logits, rtol=1e-2, atol=1e-3 * float(subject.logits.abs().max())):
+    if not torch.allclose(
+        logits_of(output), subject.logits, rtol=1e-2, atol=1e-3 * float(subject.logits.abs().max())
+    ):
         raise Absent("the model itself: its eager form computes something else")
-    for stack, key in (("blocks", "attentions"), ("encoder", "encoder_attentions"), ("decoder", "decoder_attentions")):
+    for stack, key in (
+        ("blocks", "attentions"),
+        ("encoder", "encoder_attentions"),
+        ("decoder", "decoder_attentions"),
+    ):
         attentions = getattr(output, key, None)
         if stack not in subject.stacks:
             continue
         if attentions is None:
             subject.not_seen.append(f"the model returns no patterns of {stack}")
             continue
-        points = [i for i in range(len(subject.stacks[stack])) if subject.named(f"{stack}.{i}.attn.hook_pattern")]
+        points = [
+            i
+            for i in range(len(subject.stacks[stack]))
+            if subject.named(f"{stack}.{i}.attn.hook_pattern")
+        ]
         if len(attentions) == len(subject.stacks[stack]):
             attentions = [attentions[i] for i in points]
         first = next((x for x in attentions if isinstance(x, Tensor)), None)
-        another = first is not None and subject.main == stack and first.shape[-2] != subject.stream(0).shape[1]
-        if len(attentions) != len(points) or another:  # those of another tower (BLIP returns its images')
-            subject.not_seen.append(f"the model returns {len(attentions)} patterns of {len(points)} layers in {stack}")
+        another = (
+            first is not None
+            and subject.main == stack
+            and first.shape[-2] != subject.stream(0).shape[1]
+        )
+        if (
+            len(attentions) != len(points) or another
+        ):  # those of another tower (BLIP returns its images')
+            subject.not_seen.append(
+                f"the model returns {len(attentions)} patterns of {len(points)} layers in {stack}"
+            )
             continue
         for i, theirs in zip(points, attentions, strict=True):
             if isinstance(theirs, Tensor):

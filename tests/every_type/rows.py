@@ -1,4 +1,6 @@
-"""Rows of unequal length, and requests that share passes: each is what the plain model makes of it alone."""
+"""Rows of unequal length, and requests that share passes: each is what the plain model makes of it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,11 @@ class Rows:
         """The arguments that are as long as the row."""
         first, n = self.alone[0], self.lengths[0]
         return [
-            name for name, x in first.items()
-            if name == self.main or (x.ndim >= 2 and x.shape[1] == n and not name.startswith(_NOT_ALONG))
-        ]  # fmt: skip
+            name
+            for name, x in first.items()
+            if name == self.main
+            or (x.ndim >= 2 and x.shape[1] == n and not name.startswith(_NOT_ALONG))
+        ]
 
     def padded(self, side: str) -> tuple[dict[str, Tensor], list[slice]]:
         """All rows in one batch, and where each of them is.
@@ -107,11 +111,15 @@ class Rows:
 
     @cached_property
     def needed(self) -> dict[str, Any]:
-        """What the model's `generate` has to be told: where its decoder begins; of Whisper, to write no padding."""
+        """What the model's `generate` has to be told: where its decoder begins; of Whisper, to
+        write no padding.
+        """
         own, more = self.subject.hf.generation_config, {}
         if self.decodes and own.decoder_start_token_id is None and own.bos_token_id is None:
             more["decoder_start_token_id"] = 1
-        return more | ({"suppress_tokens": [0]} if self.subject.case.model_type == "whisper" else {})
+        return more | (
+            {"suppress_tokens": [0]} if self.subject.case.model_type == "whisper" else {}
+        )
 
     @property
     def decodes(self) -> bool:
@@ -133,7 +141,8 @@ class Rows:
         return made
 
     def note_others(self, what: str) -> None:
-        """Notes that the model itself makes something else of rows in a batch than alone, which has to be told.
+        """Notes that the model itself makes something else of rows in a batch than alone, which has
+        to be told.
 
         Raises:
             Wrong: the bridge has said nothing of it.
@@ -141,14 +150,18 @@ class Rows:
         chosen = getattr(self.subject.hf.config.get_text_config(decoder=True), "index_topk", None)
         if self.said:
             self.subject.not_seen.append(
-                f"the model itself {what} of rows in a batch than alone, and a warning says so"
+                f"the model itself {what} for rows in a batch than on their own, and a warning says"
+                " so"
             )
         elif chosen is not None and chosen < max(self.lengths) + NEW:
             self.subject.not_seen.append(
-                f"the model itself {what} of rows in a batch than alone: padding decides which of equal keys it chooses"
+                f"the model itself {what} for rows in a batch than on their own: padding decides"
+                " which of several equal keys it chooses"
             )
         else:
-            raise Wrong(f"the model itself {what} of rows in a batch than alone, and nobody is told")
+            raise Wrong(
+                f"the model itself {what} for rows in a batch than on their own, without a warning"
+            )
 
     def written(self, sequences: Tensor, side: str) -> Tensor:
         """What the bridge wrote behind each row: padding is where the user had it."""
@@ -162,7 +175,9 @@ class Rows:
 
 
 def rows_of(subject: Subject) -> Rows:
-    """Rows for a model: text, with images or sound in it; or sound and images, of which a decoder writes."""
+    """Rows for a model: text, with images or sound in it; or sound and images, of which a decoder
+    writes.
+    """
     if not subject.hf.can_generate():
         raise Absent("the model does not generate")
     case = subject.case.model_type
@@ -176,7 +191,9 @@ def rows_of(subject: Subject) -> Rows:
     n = tokens.shape[1]
     cuts = [0, n * 2 // 5, n // 4] if tokens.is_floating_point() else [0, 4, 2]
     masked = "attention_mask" in inspect.signature(subject.hf.forward).parameters
-    if (tokens.is_floating_point() and (not masked or tokens.ndim > 3 or case == "whisper")) or not masked:
+    if (
+        tokens.is_floating_point() and (not masked or tokens.ndim > 3 or case == "whisper")
+    ) or not masked:
         cuts = [0, 0, 0]  # nothing can say what is padding
     lengths = [n - cuts[i % 3] for i in range(count)]
     rows = []
@@ -191,8 +208,12 @@ def rows_of(subject: Subject) -> Rows:
     return Rows(subject, main, rows, lengths)
 
 
-def _same_text(rows: Rows, ours: Tensor, alone: Sequence[Tensor], theirs: Callable[[], Tensor], what: str) -> None:
-    """Each row is written as alone; of a model that sees its padding, as its own `generate` writes the same batch."""
+def _same_text(
+    rows: Rows, ours: Tensor, alone: Sequence[Tensor], theirs: Callable[[], Tensor], what: str
+) -> None:
+    """Each row is written as alone; of a model that sees its padding, as its own `generate` writes
+    the same batch.
+    """
     subject, expected = rows.subject, torch.cat(list(alone))
     if torch.equal(ours, expected):
         subject.compared += 1
@@ -202,7 +223,7 @@ def _same_text(rows: Rows, ours: Tensor, alone: Sequence[Tensor], theirs: Callab
     if torch.equal(together, expected):
         subject.same(ours.double(), expected.double(), what, near=None)
     subject.same(ours.double(), together.double(), f"{what}, as the model itself", near=None)
-    rows.note_others("writes other texts")
+    rows.note_others("writes different texts")
 
 
 def _are_alone(subject: Subject, **way: Any) -> None:
@@ -213,11 +234,19 @@ def _are_alone(subject: Subject, **way: Any) -> None:
         for side in rows.sides:
             given, _ = rows.padded(side)
             ours = rows.written(rows.ours(given, **way), side)
-            _same_text(rows, ours, alone, lambda: rows.theirs(rows.padded(rows.own_side)[0], **way), f"{side}, {way}")
+            _same_text(
+                rows,
+                ours,
+                alone,
+                lambda: rows.theirs(rows.padded(rows.own_side)[0], **way),
+                f"{side}, {way}",
+            )
 
 
 def rows_are_alone(subject: Subject) -> None:
-    """Rows of unequal length, padded in front or behind, are written as the plain model writes each alone."""
+    """Rows of unequal length, left-padded or right-padded, are written as the plain model writes
+    each alone.
+    """
     _are_alone(subject)
 
 
@@ -227,7 +256,9 @@ def rows_of_beams_are_alone(subject: Subject) -> None:
 
 
 def rows_are_drawn_by_seed(subject: Subject) -> None:
-    """Sampled with a seed, padded rows, and two of each, are what the plain model's own `generate` draws."""
+    """Sampled with a seed, padded rows, and two of each, are what the plain model's own `generate`
+    draws.
+    """
     rows = rows_of(subject)
     way = {"do_sample": True, "num_return_sequences": 2}
     with torch.no_grad():
@@ -243,7 +274,9 @@ def rows_are_drawn_by_seed(subject: Subject) -> None:
 
 
 def rows_are_kept_alone(subject: Subject) -> None:
-    """The cache of padded rows that are generated holds, at each row's tokens, what a plain run of it alone shows."""
+    """The cache of padded rows that are generated holds, at each row's tokens, what a plain run of
+    it alone shows.
+    """
     rows = rows_of(subject)
     subject.needs_blocks()
     name, kind = f"{subject.main}.{len(subject.paths) - 1}.hook_resid_pre", "input_ids"
@@ -251,7 +284,11 @@ def rows_are_kept_alone(subject: Subject) -> None:
         kind = "decoder_input_ids"
     if not subject.named(name):
         raise Absent("its blocks have no hook points")
-    caches = {} if rows.decodes or subject.bridge.cfg.attention_dir != "bidirectional" else {"use_cache": False}
+    caches = (
+        {}
+        if rows.decodes or subject.bridge.cfg.attention_dir != "bidirectional"
+        else {"use_cache": False}
+    )
     with torch.no_grad():
         with subject.itself():
             rows.theirs(rows.alone[0], **caches)
@@ -260,18 +297,24 @@ def rows_are_kept_alone(subject: Subject) -> None:
             sequences, cache = rows.ours(given, return_cache=True, names_filter=name, **caches)
             new = rows.written(sequences, side)
             for i, row in enumerate(rows.alone):
-                tokens = new[i : i + 1] if rows.decodes else torch.cat([row[kind], new[i : i + 1]], 1)
+                tokens = (
+                    new[i : i + 1] if rows.decodes else torch.cat([row[kind], new[i : i + 1]], 1)
+                )
                 arguments = {**row, kind: tokens[:, :-1]}
                 for along in set(rows.along) - {rows.main, kind}:  # what is written is text
                     x = arguments[along]
-                    arguments[along] = torch.cat([x, x[:, -1:].expand(-1, NEW - 1, *x.shape[2:])], 1)
+                    arguments[along] = torch.cat(
+                        [x, x[:, -1:].expand(-1, NEW - 1, *x.shape[2:])], 1
+                    )
                 found: list[Tensor] = []
                 with subject.itself(), _shown(subject, found):
                     torch.manual_seed(0)
                     subject.hf(**arguments)
                 ours = cache[name][i : i + 1]
                 theirs = (
-                    arranged(found[0], ours) if found[0].shape[0] != 1 else found[0].reshape(1, -1, *ours.shape[2:])
+                    arranged(found[0], ours)
+                    if found[0].shape[0] != 1
+                    else found[0].reshape(1, -1, *ours.shape[2:])
                 )
                 start = 0 if rows.decodes else at[i].start
                 here = ours[:, start : start + theirs.shape[1]]
@@ -279,18 +322,26 @@ def rows_are_kept_alone(subject: Subject) -> None:
                     subject.compared += 1
                     continue
                 own = _generated(rows, row, caches, ours)[:, : theirs.shape[1]]
-                if own.shape == here.shape and torch.allclose(here, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+                if own.shape == here.shape and torch.allclose(
+                    here, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())
+                ):
                     subject.compared += 1
-                    subject.not_seen.append("the model's own generate computes another stream than its forward")
+                    subject.not_seen.append(
+                        "the model's own generate computes different streams from its forward"
+                    )
                     continue
                 padded, own_at = rows.padded(rows.own_side)
                 start = 0 if rows.decodes else own_at[i].start
-                own = _generated(rows, padded, caches, ours)[i : i + 1, start : start + theirs.shape[1]]
+                own = _generated(rows, padded, caches, ours)[
+                    i : i + 1, start : start + theirs.shape[1]
+                ]
                 subject.same(here, own, f"{side}, row {i}, as the model itself", near=1e-3)
-                rows.note_others("computes another stream")
+                rows.note_others("computes different streams")
 
 
-def _generated(rows: Rows, given: dict[str, Tensor], caches: dict[str, Any], like: Tensor) -> Tensor:
+def _generated(
+    rows: Rows, given: dict[str, Tensor], caches: dict[str, Any], like: Tensor
+) -> Tensor:
     """What enters the last block of the plain model in all steps of its own `generate`.
 
     Args:
@@ -303,18 +354,26 @@ def _generated(rows: Rows, given: dict[str, Tensor], caches: dict[str, Any], lik
         rows.theirs(given, **caches)
     count = len(next(iter(given.values())))
     steps = [x.reshape(count, -1, *like.shape[2:]) for x in found]
-    return steps[-1] if len(steps) > 1 and steps[1].shape[1] > steps[0].shape[1] else torch.cat(steps, 1)
+    return (
+        steps[-1]
+        if len(steps) > 1 and steps[1].shape[1] > steps[0].shape[1]
+        else torch.cat(steps, 1)
+    )
 
 
 @contextmanager
 def _shown(subject: Subject, found: list[Tensor]) -> Iterator[None]:
     """What enters the last block of the plain model, in each of its passes."""
-    with editing(subject.hf, subject.border(subject.paths[-1]), lambda x: found.append(x.detach().clone())):
+    with editing(
+        subject.hf, subject.border(subject.paths[-1]), lambda x: found.append(x.detach().clone())
+    ):
         yield
 
 
 @contextmanager
-def _added(hf: Any, where: Place, vector: Tensor, places: Sequence[int], n: int, beams: int) -> Iterator[None]:
+def _added(
+    hf: Any, where: Place, vector: Tensor, places: Sequence[int], n: int, beams: int
+) -> Iterator[None]:
     """The plain model, to whose rows something is added: to each at a place of its prompt.
 
     Args:
@@ -330,7 +389,10 @@ def _added(hf: Any, where: Place, vector: Tensor, places: Sequence[int], n: int,
     def edit(x: Tensor) -> Tensor | None:
         if not count:
             count.append(x.numel() // (n * vector.numel()))
-            if count[0] * n * vector.numel() != x.numel() or count[0] not in (len(places), beams * len(places)):
+            if count[0] * n * vector.numel() != x.numel() or count[0] not in (
+                len(places),
+                beams * len(places),
+            ):
                 raise Absent("its blocks are given other positions than those of the tokens")
         elif x.numel() // (count[0] * vector.numel()) < max(n, 2):
             return None  # a step behind the prompt
@@ -345,18 +407,26 @@ def _added(hf: Any, where: Place, vector: Tensor, places: Sequence[int], n: int,
 
 
 def edits_of_rows_are_alone(subject: Subject) -> None:
-    """An edit at the first, or the last, token of each padded row, with beams and without, is a plain hook's there."""
+    """An edit at the first, or the last, token of each padded row, with beams and without, is a
+    plain hook's there.
+    """
     rows = rows_of(subject)
     subject.needs_blocks()
     for stack in subject.stacks:
         layer = len(subject.stacks[stack]) - 1
         name, path = f"{stack}.{layer}.hook_resid_pre", subject.stacks[stack][layer]
-        written = rows.decodes and stack == subject.main  # where the prompt is the token that a decoder starts with
+        written = (
+            rows.decodes and stack == subject.main
+        )  # where the prompt is the token that a decoder starts with
         if not subject.named(name) or "@" in path or (rows.main != "input_ids" and not written):
-            subject.not_seen.append(f"{stack}: its places are not those of tokens")
+            subject.not_seen.append(f"{stack}: its positions are not tokens")
             continue
         stream = subject.cache[name]
-        vector = torch.randn(stream.shape[2:], generator=torch.Generator().manual_seed(5)) * 3 * stream.std()
+        vector = (
+            torch.randn(stream.shape[2:], generator=torch.Generator().manual_seed(5))
+            * 3
+            * stream.std()
+        )
         for way in ({}, {"num_beams": 2}):
             for place in (0,) if written else (0, -1):
                 try:
@@ -386,7 +456,11 @@ def _edits_agree(
             with subject.bridge.hooks(fwd_hooks=edit):
                 ours = rows.written(rows.ours(rows.padded(side)[0], **way), side)
             _same_text(
-                rows, ours, alone, lambda: theirs(*rows.padded(rows.own_side)), f"{name} at {place}, {side}, {way}"
+                rows,
+                ours,
+                alone,
+                lambda: theirs(*rows.padded(rows.own_side)),
+                f"{name} at {place}, {side}, {way}",
             )
 
 
@@ -424,11 +498,17 @@ def _hostile(name: str, drawn: torch.Generator) -> list[tuple[str, Any]]:
         *(
             lambda step, error=error: _raises(error, step)
             for error in (
-                ZeroDivisionError, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit, MemoryError,
-                RecursionError, AssertionError,
+                ZeroDivisionError,
+                KeyboardInterrupt,
+                SystemExit,
+                StopIteration,
+                GeneratorExit,
+                MemoryError,
+                RecursionError,
+                AssertionError,
             )
         ),
-    ]  # fmt: skip
+    ]
     kind = kinds[int(torch.randint(0, len(kinds), (), generator=drawn))]
     return [(name, kind(int(torch.randint(0, 3, (), generator=drawn))))]
 
@@ -447,7 +527,10 @@ def _runs_beside(subject: Subject, rows: Rows, name: str) -> Iterator[None]:
         with torch.no_grad():
             tokens = rows.alone[0]["input_ids"]
             half = [(name, Scale(0.5))]
-            return [subject.bridge(tokens, **row), subject.bridge.run_with_hooks(tokens, fwd_hooks=half, **row)]
+            return [
+                subject.bridge(tokens, **row),
+                subject.bridge.run_with_hooks(tokens, fwd_hooks=half, **row),
+            ]
 
     right = both()
 
@@ -471,7 +554,9 @@ def _runs_beside(subject: Subject, rows: Rows, name: str) -> Iterator[None]:
 
 
 def requests_are_alone(subject: Subject) -> None:
-    """Requests that share passes with hostile ones are written as the plain model writes each alone; these end."""
+    """Requests that share passes with hostile ones are written as the plain model writes each
+    alone; these end.
+    """
     rows = rows_of(subject)
     if rows.main != "input_ids":
         raise Absent("it is given no tokens")
@@ -492,7 +577,10 @@ def requests_are_alone(subject: Subject) -> None:
             for _ in range(2):
                 whose = torch.randint(0, len(texts), (8,), generator=drawn).tolist()
                 kinds = torch.randint(0, 4, (8,), generator=drawn).tolist()
-                each = [_hostile(name, drawn) if kind > 1 else [(name, Scale(0.5))] if kind else [] for kind in kinds]
+                each = [
+                    _hostile(name, drawn) if kind > 1 else [(name, Scale(0.5))] if kind else []
+                    for kind in kinds
+                ]
                 prompts = [texts[i].tolist() for i in whose]
                 for answer in bridge.generate_batch(prompts, each=each, **_REQUESTS):
                     i, kind = whose[answer.index], kinds[answer.index]
@@ -505,7 +593,9 @@ def requests_are_alone(subject: Subject) -> None:
         _conflicting_edits_agree(subject, f"{stack}.{layer}", texts[0])
         for _ in bridge.generate_batch([text.tolist() for text in texts], **_REQUESTS):
             break  # nobody wants the others
-        padded, _ = Rows(subject, "input_ids", [{"input_ids": x[None]} for x in texts], rows.lengths).padded("right")
+        padded, _ = Rows(
+            subject, "input_ids", [{"input_ids": x[None]} for x in texts], rows.lengths
+        ).padded("right")
         mask = padded.get("attention_mask")
         for answer in bridge.generate_batch(padded["input_ids"], attention_mask=mask, **_REQUESTS):
             _answers(subject, answer, alone[answer.index], "a padded request")
@@ -518,11 +608,22 @@ def _answers(subject: Subject, answer: Answer, expected: Tensor, what: str) -> N
 
 
 def _conflicting_edits_agree(subject: Subject, block: str, text: Tensor) -> None:
-    """Edits that a run refuses together, for what one makes is read by another, are those of each request alone."""
-    bridge, parts = subject.bridge, ("ln1.hook_normalized", "hook_q_input", "hook_attn_in", "attn.hook_result")
-    edits = [(name, Scale(0.5)) for part in parts if (name := f"{block}.{part}") in bridge.hook_dict]
+    """Edits that a run refuses together, for what one makes is read by another, are those of each
+    request alone.
+    """
+    bridge, parts = (
+        subject.bridge,
+        ("ln1.hook_normalized", "hook_q_input", "hook_attn_in", "attn.hook_result"),
+    )
+    edits = [
+        (name, Scale(0.5)) for part in parts if (name := f"{block}.{part}") in bridge.hook_dict
+    ]
     prompts = [text.tolist()] * len(edits)
-    for answer in bridge.generate_batch(prompts, each=[[edit] for edit in edits], **_REQUESTS) if edits else ():
+    for answer in (
+        bridge.generate_batch(prompts, each=[[edit] for edit in edits], **_REQUESTS)
+        if edits
+        else ()
+    ):
         with bridge.hooks(fwd_hooks=[edits[answer.index]]):
             alone = bridge.generate(text[None], return_type="tokens", **_REQUESTS)[0, len(text) :]
         _answers(subject, answer, alone, f"{edits[answer.index][0]} beside others")

@@ -32,7 +32,11 @@ def idle_is_the_model(subject: Subject) -> None:
         for name, module in subject.bridge.original_model.named_modules()
         if module._forward_hooks or module._forward_pre_hooks
     ]
-    before = [name for name, module in subject.hf.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    before = [
+        name
+        for name, module in subject.hf.named_modules()
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
     if left != before:
         raise Wrong(f"hooks are left at {left[:3]}")
     theirs, ours = subject.hf.state_dict(), subject.bridge.state_dict()
@@ -75,7 +79,9 @@ def _padded(subject: Subject, side: str) -> None:
         at = [slice(None)] * len(rows)  # the decoder's rows are whole
 
     def alone(i: int) -> Tensor:
-        return subject.run(rows[i][None], **({} if written is None else {"decoder_input_ids": written[i : i + 1]}))[0]
+        return subject.run(
+            rows[i][None], **({} if written is None else {"decoder_input_ids": written[i : i + 1]})
+        )[0]
 
     with torch.no_grad():
         with subject.itself():
@@ -83,14 +89,21 @@ def _padded(subject: Subject, side: str) -> None:
             subject.run(padded, attention_mask=mask)
         ours = subject.ours(tokens=padded, attention_mask=mask)
         size = max(float(x.abs().max()) for x in singly)
-        if any(len(x) != len(ours[i, where]) for i, (where, x) in enumerate(zip(at, singly, strict=True))):
+        if any(
+            len(x) != len(ours[i, where])
+            for i, (where, x) in enumerate(zip(at, singly, strict=True))
+        ):
             raise Absent("it has no logits for each position")
 
         def apart(logits: Tensor) -> float:
             pairs = zip(at, singly, strict=True)
-            return max(float((logits[i, where] - x).abs().max()) for i, (where, x) in enumerate(pairs)) / size
+            return (
+                max(float((logits[i, where] - x).abs().max()) for i, (where, x) in enumerate(pairs))
+                / size
+            )
 
-        # What the model itself makes of the mask, and of every numbering of positions that leaves a whole row alone.
+        # What the model itself makes of the mask, and of every numbering of positions that leaves a
+        # whole row alone.
         numbered = _numbered(subject, padded, mask) if "position_ids" in taken else []
         near = {"rtol": 1e-3, "atol": 1e-3 * size}
         theirs = [subject.run(padded, attention_mask=mask)]
@@ -100,37 +113,58 @@ def _padded(subject: Subject, side: str) -> None:
             subject.same(ours[i, where], x, f"row {i}", near=1e-3, scale=size)
         return
     # It sees its padding whatever it is told (docs/limits.md). Then the run is the model's own.
-    nearest = min(theirs, key=lambda x: float((x - ours)[mask.bool() if written is None else ...].abs().max()))
+    nearest = min(
+        theirs, key=lambda x: float((x - ours)[mask.bool() if written is None else ...].abs().max())
+    )
     for i, where in enumerate(at):
-        subject.same(ours[i, where], nearest[i, where], f"row {i}, as the model itself", near=1e-3, scale=size)
-    subject.not_seen.append("the model itself gives a padded row another result than alone, and a run is the model's")
+        subject.same(
+            ours[i, where],
+            nearest[i, where],
+            f"row {i}, as the model itself",
+            near=1e-3,
+            scale=size,
+        )
+    subject.not_seen.append(
+        "the model itself gives a padded row a different result, and a run returns the model's"
+    )
 
 
 def _numbered(subject: Subject, padded: Tensor, mask: Tensor) -> list[Tensor]:
     """What the model makes of rows whose tokens are numbered from 0, 1 and 2, where it can."""
     places = (mask.cumsum(-1) - 1).clamp_min(0)
     with suppress(Absent), subject.itself():
-        return [subject.run(padded, attention_mask=mask, position_ids=places + first) for first in (0, 1, 2)]
+        return [
+            subject.run(padded, attention_mask=mask, position_ids=places + first)
+            for first in (0, 1, 2)
+        ]
     return []
 
 
 def padded_behind(subject: Subject) -> None:
-    """A row that is padded behind is as alone."""
+    """A right-padded row gives the same result as without padding."""
     _padded(subject, "right")
 
 
 def padded_in_front(subject: Subject) -> None:
-    """A row that is padded in front is as alone."""
+    """A left-padded row gives the same result as without padding."""
     _padded(subject, "left")
 
 
 def starts_at_a_layer(subject: Subject) -> None:
     """A run that starts at a layer, with what enters it, ends in the model's logits."""
     blocks, n = subject.bridge.architecture.stack, len(subject.paths)
-    others = [part.keys_of for i in range(n) for part in blocks.block_at(i).attentions if part.keys_of is not None]
+    others = [
+        part.keys_of
+        for i in range(n)
+        for part in blocks.block_at(i).attentions
+        if part.keys_of is not None
+    ]
     told = with_stream(subject.bridge.core, subject.tokens, subject.more)
     with torch.no_grad():
-        for layer in [*range(min([n, *(each + 1 for each in others)])), n]:  # keys of a block that is left out
+        for layer in [
+            *range(min([n, *(each + 1 for each in others)])),
+            n,
+        ]:  # keys of a block that is left out
             logits = subject.bridge(subject.stream(layer), start_at_layer=layer, **told)
             subject.same(logits, subject.logits, f"from layer {layer}")
 
@@ -168,12 +202,18 @@ def goes_on_with_a_past(subject: Subject) -> None:
             arguments = arguments_of(subject.hf, later, later_more)
             theirs = logits_of(subject.hf(**arguments, past_key_values=past, use_cache=True))
         torch.manual_seed(0)
-        logits, ours = subject.bridge(tokens, return_type="logits_and_cache", use_cache=True, **more)
+        logits, ours = subject.bridge(
+            tokens, return_type="logits_and_cache", use_cache=True, **more
+        )
         subject.same(logits, logits_of(first), "the first part", near=None)
-        again, cache = subject.bridge.run_with_cache(later, past_key_values=ours, use_cache=True, **later_more)
+        again, cache = subject.bridge.run_with_cache(
+            later, past_key_values=ours, use_cache=True, **later_more
+        )
         subject.same(again, theirs, "the rest")
     whole = subject.logits[:, -theirs.shape[1] :]
-    if torch.allclose(theirs, whole, rtol=1e-3, atol=1e-3):  # the model itself goes on as if there were one text
+    if torch.allclose(
+        theirs, whole, rtol=1e-3, atol=1e-3
+    ):  # the model itself goes on as if there were one text
         for layer in range(len(subject.paths)):
             name = f"{subject.main}.{layer}.hook_resid_pre"
             if name in cache:
@@ -185,13 +225,19 @@ def _halved(x: Tensor) -> Tensor:
 
 
 def places_of(subject: Subject, block: str, path: str, names: tuple[str, ...]) -> dict[str, Place]:
-    """Where in the plain model the hook points of a block stand: found by what the model's modules put out."""
+    """Where in the plain model the hook points of a block stand: found by what the model's modules
+    put out.
+    """
     found = outputs_inside(subject.hf, path, subject.run)
     places = {}
     for name in (f"{block}.{name}" for name in names):
         if name in subject.cache:
             x = subject.cache[name].reshape(-1)
-            fits = [p for p, y in found.items() if y.numel() == x.numel() and torch.equal(y.reshape(-1), x)]
+            fits = [
+                p
+                for p, y in found.items()
+                if y.numel() == x.numel() and torch.equal(y.reshape(-1), x)
+            ]
             # What a module is given is also what the skip connection adds.
             for place in fits:
                 if place.side == "output":
@@ -200,17 +246,23 @@ def places_of(subject: Subject, block: str, path: str, names: tuple[str, ...]) -
 
 
 def edits_mean_what_they_say(subject: Subject) -> None:
-    """Halving what enters a block, or is added in it, gives the logits that a plain torch hook gives."""
+    """Halving what enters a block, or is added in it, gives the logits that a plain torch hook
+    gives.
+    """
     for block, path in subject.layers:
         places = {}
-        if "no modules of their own" not in subject.bridge.no_layer_runs and subject.named(f"{block}.hook_resid_pre"):
+        if "not modules" not in subject.bridge.no_layer_runs and subject.named(
+            f"{block}.hook_resid_pre"
+        ):
             places[f"{block}.hook_resid_pre"] = subject.border(path)
         inside = ("hook_attn_out", "hook_mlp_out", "hook_mixer_out", "hook_cross_attn_out")
         for name, place in (places | places_of(subject, block, path, inside)).items():
             with torch.no_grad():
                 with editing(subject.hf, place, _halved):
                     theirs = subject.run()
-                ours = subject.ours(subject.bridge.run_with_hooks, fwd_hooks=[(name, lambda x, hook: x * 0.5)])
+                ours = subject.ours(
+                    subject.bridge.run_with_hooks, fwd_hooks=[(name, lambda x, hook: x * 0.5)]
+                )
             subject.same(ours, theirs, f"{name} halved")
 
 
@@ -250,7 +302,9 @@ def patches_are_plain_hooks(subject: Subject) -> None:
 
 
 def patches_of_heads_are_plain_hooks(subject: Subject) -> None:
-    """A sweep of patches of heads gives, for each, what a plain torch hook at the output layer's input gives."""
+    """A sweep of patches of heads gives, for each, what a plain torch hook at the output layer's
+    input gives.
+    """
     subject.needs_plain_text()
     clean, corrupted = subject.tokens[:1], subject.tokens[1:2]
     with torch.no_grad():
@@ -269,7 +323,9 @@ def patches_of_heads_are_plain_hooks(subject: Subject) -> None:
             fits = [
                 p
                 for p, y in inside.items()
-                if p.side == "input" and y.numel() == z.numel() and torch.equal(y.reshape(-1), z.reshape(-1))
+                if p.side == "input"
+                and y.numel() == z.numel()
+                and torch.equal(y.reshape(-1), z.reshape(-1))
             ]
             if not fits:
                 continue
@@ -284,9 +340,16 @@ def patches_of_heads_are_plain_hooks(subject: Subject) -> None:
                     expected[layer, head] = metric(subject.run(corrupted))
         if not expected:
             raise Absent("no module is given hook_z")
-        found = get_act_patch_attn_head_out_all_pos(subject.bridge, corrupted, cache, metric, verbose=False)
+        found = get_act_patch_attn_head_out_all_pos(
+            subject.bridge, corrupted, cache, metric, verbose=False
+        )
     at = list(expected)
-    subject.same(torch.stack([found[i] for i in at]), torch.stack([expected[i] for i in at]), "the sweep", near=1e-3)
+    subject.same(
+        torch.stack([found[i] for i in at]),
+        torch.stack([expected[i] for i in at]),
+        "the sweep",
+        near=1e-3,
+    )
 
 
 def programs_are_runs(subject: Subject) -> None:
@@ -304,7 +367,9 @@ def programs_are_runs(subject: Subject) -> None:
         with subject.edited(1, _halved, name.partition(".")[0]):
             theirs = subject.run()
         torch.manual_seed(0)
-        subject.same(edited(subject.tokens, **subject.more)["logits"], theirs, "logits of an edited run")
+        subject.same(
+            edited(subject.tokens, **subject.more)["logits"], theirs, "logits of an edited run"
+        )
 
 
 def traces_are_runs(subject: Subject) -> None:
@@ -329,7 +394,9 @@ def traces_are_runs(subject: Subject) -> None:
 
 def _weighted(logits: Tensor) -> Tensor:
     """A number that all logits have a part in."""
-    return (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).reshape(logits.shape)).sum()
+    return (
+        logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).reshape(logits.shape)
+    ).sum()
 
 
 def _last(subject: Subject) -> tuple[str, int]:
@@ -376,17 +443,25 @@ def gradients_are_the_models(subject: Subject) -> None:
 
 
 def gradients_are_slopes(subject: Subject) -> None:
-    """The gradient at a hook point is a slope of the plain model, by finite difference in float64."""
+    """The gradient at a hook point is a slope of the plain model, by finite difference in
+    float64.
+    """
     name, layer = _last(subject)
     if float(subject.logits.abs().max()) > 1e30:
-        raise Absent("the model puts a constant in place of the logits of some tokens, larger than a difference shows")
+        raise Absent(
+            "the model replaces the logits of some tokens by a constant too large for a difference"
+            " to show"
+        )
     double = subject.in_double()
     plain = _plain_gradient(double, layer)
     direction = plain / plain.norm()
     size = float(double.stream(layer).norm()) * 1e-3  # norms compute in float32 in most models
 
     def value(step: float) -> Tensor:
-        with torch.no_grad(), double.edited(layer, lambda x: x + (step * direction).reshape(x.shape)):
+        with (
+            torch.no_grad(),
+            double.edited(layer, lambda x: x + (step * direction).reshape(x.shape)),
+        ):
             return _weighted(double.run())
 
     near, far = ((value(step) - value(-step)) / (2 * step) for step in (size, 2 * size))
@@ -415,7 +490,9 @@ def cached_gradients_are_of_the_loss(subject: Subject) -> None:
     subject.hf.zero_grad()
     theirs = kept[0].grad
     assert theirs is not None
-    _, cache = subject.ours(subject.bridge.run_with_cache, names_filter=name, return_type="loss", incl_bwd=True)
+    _, cache = subject.ours(
+        subject.bridge.run_with_cache, names_filter=name, return_type="loss", incl_bwd=True
+    )
     subject.same(cache[f"{name}_grad"], theirs, name, near=1e-3)
 
 

@@ -1,4 +1,6 @@
-"""What a property is tried on: a tiny random model, a bridge of its equal, tokens; and what is said of a result."""
+"""What a property is tried on: a tiny random model, a bridge of its equal, tokens; and what is said
+of a result.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,22 @@ from tests.adapters.mutations import declared_as
 from tests.every_type.plain import Edit, Place, editing, seen
 from tests.tiny_models import Task, tiny_model
 
-_OURS = tuple(str(Path(adapters.__file__).parent.parent / room) for room in ("adapters", "bridge", "weight_processing"))
+_OURS = tuple(
+    str(Path(adapters.__file__).parent.parent / room)
+    for room in ("adapters", "bridge", "weight_processing")
+)
 #: What a model of transformers may end in.
 _FAILURES = (
-    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError, ArithmeticError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    LookupError,
+    ImportError,
+    ArithmeticError,
     StrictDataclassError,
-)  # fmt: skip
+)
 #: How far two results may be apart, as a part of the larger one's largest number.
 NEAR = 2e-4
 
@@ -45,7 +57,9 @@ class Wrong(Exception):
 
 
 class Absent(Exception):
-    """There is nothing that the property could be about: a model without attention has no patterns."""
+    """There is nothing that the property could be about: a model without attention has no
+    patterns.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,8 @@ class Outcome:
     """What came of a property.
 
     Attributes:
-        verdict: ``right``; ``refused``: by an error of ours that says why; ``absent``: nothing to try; ``WRONG``;
-            ``CRASH``: an error that nobody meant.
+        verdict: ``right``; ``refused``: by an error of ours that says why; ``absent``: nothing to
+            try; ``WRONG``; ``CRASH``: an error that nobody meant.
         says: what differs, or the error's text; of what is right, what could not be compared.
     """
 
@@ -82,7 +96,9 @@ class Case:
     def model(self, attn_implementation: str | None = None) -> PreTrainedModel:
         """The model; two of one case are equal."""
         options = dict(self.options)
-        return tiny_model(self.model_type, self.task, attn_implementation=attn_implementation, **options)
+        return tiny_model(
+            self.model_type, self.task, attn_implementation=attn_implementation, **options
+        )
 
 
 @dataclass
@@ -91,7 +107,8 @@ class Subject:
 
     Attributes:
         case: which model.
-        declare: changes the adapter's declaration, to see that a property notices; None: nothing does.
+        declare: changes the adapter's declaration, to see that a property notices; None: nothing
+            does.
         compared: how many results were compared.
         not_seen: what a property could not compare, with the reason.
     """
@@ -172,15 +189,21 @@ class Subject:
         except Absent:
             raise
         except _FAILURES as error:
-            raise Absent(f"the model itself: {type(error).__name__}: {' '.join(str(error).split())[:90]}") from error
+            raise Absent(
+                f"the model itself: {type(error).__name__}: {' '.join(str(error).split())[:90]}"
+            ) from error
 
     def run(self, tokens: Tensor | None = None, **more: Any) -> Tensor:
         """The logits of the plain model."""
         torch.manual_seed(0)
-        arguments = arguments_of(self.hf, self.tokens if tokens is None else tokens, self.more | more)
+        arguments = arguments_of(
+            self.hf, self.tokens if tokens is None else tokens, self.more | more
+        )
         return logits_of(self.hf(**arguments))
 
-    def ours(self, call: Callable[..., Any] | None = None, tokens: Tensor | None = None, **more: Any) -> Any:
+    def ours(
+        self, call: Callable[..., Any] | None = None, tokens: Tensor | None = None, **more: Any
+    ) -> Any:
         """A method of the bridge on the same input; None: its forward."""
         torch.manual_seed(0)
         call = self.bridge if call is None else call
@@ -191,7 +214,10 @@ class Subject:
         """The paths of the blocks, by the names of their lists."""
         base, stacks = base_path(self.hf), self.bridge.architecture.stacks
         return {
-            stack.name: [join(base, stack.place_of(i)) for i in range(len(stack.modules(self.hf.get_submodule(base))))]
+            stack.name: [
+                join(base, stack.place_of(i))
+                for i in range(len(stack.modules(self.hf.get_submodule(base))))
+            ]
             for stack in stacks
         }
 
@@ -208,11 +234,15 @@ class Subject:
     @property
     def layers(self) -> list[tuple[str, str]]:
         """All blocks: their names, and their paths in the plain model."""
-        return [(f"{name}.{i}", path) for name, paths in self.stacks.items() for i, path in enumerate(paths)]
+        return [
+            (f"{name}.{i}", path)
+            for name, paths in self.stacks.items()
+            for i, path in enumerate(paths)
+        ]
 
     def needs_blocks(self) -> None:
         """For what is done to a whole block of the plain model by a torch hook."""
-        if "no modules of their own" in self.bridge.no_layer_runs:
+        if "its blocks are not modules" in self.bridge.no_layer_runs:
             raise Absent("the model has no modules that are its blocks")
 
     @cached_property
@@ -220,9 +250,12 @@ class Subject:
         places = {}
         for name, paths in self.stacks.items():
             for i, path in enumerate(paths):
-                places |= {f"{name}.{i}": self.border(path), f"{name}.{i}.out": self.border(path, "output")}
+                places |= {
+                    f"{name}.{i}": self.border(path),
+                    f"{name}.{i}.out": self.border(path, "output"),
+                }
         with torch.no_grad():
-            if "no modules of their own" not in self.bridge.no_layer_runs:
+            if "its blocks are not modules" not in self.bridge.no_layer_runs:
                 return seen(self.hf, places, self.run)
             output = self.hf(**arguments_of(self.hf, *self.inputs), output_hidden_states=True)
         hidden = {f"blocks.{i}": x for i, x in enumerate(output.hidden_states)}
@@ -248,7 +281,9 @@ class Subject:
             raise Absent(f"{name} did not run")
         found = self._plain[1][name]
         rows = self.tokens.shape[0]
-        if found.ndim >= 3 and found.shape[0] != rows and found.shape[1] == rows:  # positions come first
+        if (
+            found.ndim >= 3 and found.shape[0] != rows and found.shape[1] == rows
+        ):  # positions come first
             return found.transpose(0, 1)
         return found
 
@@ -257,7 +292,9 @@ class Subject:
         """The plain model with another stream into a block; behind the last one: out of it."""
         self.needs_blocks()
         paths = self.stacks[self.main if stack is None else stack]
-        place = self.border(paths[layer]) if layer < len(paths) else self.border(paths[-1], "output")
+        place = (
+            self.border(paths[layer]) if layer < len(paths) else self.border(paths[-1], "output")
+        )
 
         def fitting(x: Tensor) -> Tensor | None:
             new = edit(x)
@@ -272,10 +309,15 @@ class Subject:
         return Place(block, side, isinstance(view, SeveralStreams) and view.first)
 
     def written(self, part: str) -> str:
-        """The hook point of what a part's last weight puts out, with what is declared behind it, before a norm."""
+        """The hook point of what a part's last weight puts out, with what is declared behind it,
+        before a norm.
+        """
         name, index, _ = part.split(".", 2)
         stack = next(stack for stack in self.bridge.architecture.stacks if stack.name == name)
-        steps = [LayerStep(f"{name}.{index}.", "", int(index), stack, x) for x in stack.block_at(int(index)).named]
+        steps = [
+            LayerStep(f"{name}.{index}.", "", int(index), stack, x)
+            for x in stack.block_at(int(index)).named
+        ]
         return next(step for step in steps if step.part == f"{part}.").added
 
     @cached_property
@@ -288,21 +330,28 @@ class Subject:
         """Whether there is such a hook point."""
         return name in self.bridge.hook_dict or name in self.bridge.names.aliases
 
-    def same(self, ours: Tensor, theirs: Tensor, what: str, near: float | None = NEAR, scale: float = 0.0) -> None:
+    def same(
+        self, ours: Tensor, theirs: Tensor, what: str, near: float | None = NEAR, scale: float = 0.0
+    ) -> None:
         """Two results are the same.
 
         Args:
             ours, theirs: the results.
             what: what they are.
             near: see `NEAR`; None: bit by bit.
-            scale: the largest number that counts, where the results' own are differences of larger ones.
+            scale: the largest number that counts, where the results' own are differences of larger
+                ones.
 
         Raises:
             Wrong: they are not.
         """
         self.compared += 1
         ours, theirs = ours.detach(), theirs.detach()
-        if ours.numel() == theirs.numel() and ours.shape != theirs.shape and 1 not in ours.shape[:2]:
+        if (
+            ours.numel() == theirs.numel()
+            and ours.shape != theirs.shape
+            and 1 not in ours.shape[:2]
+        ):
             theirs = arranged(theirs, ours)
         if ours.shape != theirs.shape:
             raise Wrong(f"{what}: shape {list(ours.shape)}, not {list(theirs.shape)}")
@@ -336,11 +385,15 @@ def logits_of(output: Any) -> Tensor:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is one of ours that says why, and no accident: it was raised, in our code."""
+    """Whether an error is one of ours that says why, and no accident: it was raised, in our
+    code.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
     ours = last.filename.startswith(_OURS) and line.startswith("raise")
-    return ours and isinstance(error, ValueError | NotImplementedError | KeyError | AttributeError | TypeError)
+    return ours and isinstance(
+        error, ValueError | NotImplementedError | KeyError | AttributeError | TypeError
+    )
 
 
 def outcome(subject: Subject, holds: Callable[[Subject], None]) -> Outcome:
@@ -364,4 +417,8 @@ def outcome(subject: Subject, holds: Callable[[Subject], None]) -> Outcome:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome("CRASH", f"{said} ({Path(frame.filename).name}:{frame.lineno})")
     left, subject.not_seen = "; ".join(subject.not_seen), []
-    return Outcome("right", left) if subject.compared > before else Outcome("absent", left or "nothing to compare")
+    return (
+        Outcome("right", left)
+        if subject.compared > before
+        else Outcome("absent", left or "nothing to compare")
+    )

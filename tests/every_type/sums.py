@@ -33,7 +33,9 @@ def terms_sum_to_the_stream(subject: Subject) -> None:
     """`decompose_resid` of each layer sums to what enters it."""
     for layer in range(len(subject.paths) + 1):
         terms = subject.cache.decompose_resid(layer)
-        subject.same(terms.sum(0), subject.stream(layer), f"layer {layer}", scale=float(terms.abs().max()))
+        subject.same(
+            terms.sum(0), subject.stream(layer), f"layer {layer}", scale=float(terms.abs().max())
+        )
 
 
 def terms_sum_inside_blocks(subject: Subject) -> None:
@@ -45,7 +47,9 @@ def terms_sum_inside_blocks(subject: Subject) -> None:
         middle = subject.cache[f"blocks.{layer}.hook_resid_mid"]
         found = outputs_inside(subject.hf, subject.paths[layer], subject.run)
         given = [x for x in found.values() if x.numel() == middle.numel()]
-        turned = [x.transpose(0, 1) for x in given if x.ndim == 3]  # positions before the batch (XLNet)
+        turned = [
+            x.transpose(0, 1) for x in given if x.ndim == 3
+        ]  # positions before the batch (XLNet)
         if not any(torch.equal(x.reshape(-1), middle.reshape(-1)) for x in (*given, *turned)):
             raise Wrong(f"layer {layer}: no module of the model is given hook_resid_mid")
         subject.same(terms.sum(0), middle, f"layer {layer}", scale=float(terms.abs().max()))
@@ -54,8 +58,12 @@ def terms_sum_inside_blocks(subject: Subject) -> None:
 def heads_and_biases_sum_to_the_stream(subject: Subject) -> None:
     """`get_full_resid_decomposition` of each layer sums to what enters it."""
     for layer in range(len(subject.paths) + 1):
-        terms = subject.cache.get_full_resid_decomposition(layer, expand_neurons=False, post_norms=True)
-        subject.same(terms.sum(0), subject.stream(layer), f"layer {layer}", scale=float(terms.abs().max()))
+        terms = subject.cache.get_full_resid_decomposition(
+            layer, expand_neurons=False, post_norms=True
+        )
+        subject.same(
+            terms.sum(0), subject.stream(layer), f"layer {layer}", scale=float(terms.abs().max())
+        )
 
 
 def neurons_sum_to_the_stream(subject: Subject) -> None:
@@ -66,7 +74,9 @@ def neurons_sum_to_the_stream(subject: Subject) -> None:
 
 
 def heads_sum_to_what_attention_writes(subject: Subject) -> None:
-    """The heads' parts, and the bias, sum to what attention writes; one part is what goes with that head's z."""
+    """The heads' parts, and the bias, sum to what attention writes; one part is what goes with that
+    head's z.
+    """
     for block, path in subject.layers:
         for part in ("attn", "cross_attn"):
             if subject.named(f"{block}.{part}.hook_result"):
@@ -97,17 +107,24 @@ def _heads_of(subject: Subject, prefix: str, path: str, part: str) -> None:
             with editing(subject.hf, place, off):
                 _, without = seen(subject.hf, output, subject.run)
             of_head = (whole[""] - without[""]).reshape(written.shape)
-            factor = float((of_head * result[..., head, :]).sum() / (of_head * of_head).sum())  # behind the layer
-            subject.same(result[..., head, :], of_head * factor, f"{prefix}, head {head}", near=1e-3)
+            factor = float(
+                (of_head * result[..., head, :]).sum() / (of_head * of_head).sum()
+            )  # behind the layer
+            subject.same(
+                result[..., head, :], of_head * factor, f"{prefix}, head {head}", near=1e-3
+            )
 
 
 def place_given(subject: Subject, path: str, x: Tensor) -> Place | None:
     """The innermost module of a block of the plain model that is given this tensor."""
     inside = outputs_inside(subject.hf, path, subject.run)
     found = [
-        place for place, y in inside.items()
-        if place.side == "input" and y.numel() == x.numel() and torch.equal(y.reshape(-1), x.reshape(-1))
-    ]  # fmt: skip
+        place
+        for place, y in inside.items()
+        if place.side == "input"
+        and y.numel() == x.numel()
+        and torch.equal(y.reshape(-1), x.reshape(-1))
+    ]
     return max(found, key=lambda place: place.path.count("."), default=None)
 
 
@@ -136,11 +153,18 @@ def attributions_sum_to_the_logits(subject: Subject) -> None:
         whole = whole[..., one] - whole[..., other]
         with torch.no_grad():
             constant = constant_of(subject, one, other)
-        subject.same(parts.sum(0) + constant, whole, f"logits {one} and {other}", scale=float(parts.abs().max()))
+        subject.same(
+            parts.sum(0) + constant,
+            whole,
+            f"logits {one} and {other}",
+            scale=float(parts.abs().max()),
+        )
 
 
 def attributions_of_heads_sum_to_the_logits(subject: Subject) -> None:
-    """`logit_attrs` of heads, MLPs, embeddings and biases, with the constants, is the difference of two logits."""
+    """`logit_attrs` of heads, MLPs, embeddings and biases, with the constants, is the difference of
+    two logits.
+    """
     stack = subject.cache.get_full_resid_decomposition(expand_neurons=False, post_norms=True)
     parts = subject.cache.logit_attrs(stack, 5, 7).double()
     whole = uncapped(subject)
@@ -151,11 +175,15 @@ def attributions_of_heads_sum_to_the_logits(subject: Subject) -> None:
 
 
 def head_contributions_are_the_attributions(subject: Subject) -> None:
-    """`head_contributions` is what each head adds to the logits: of each, what `logit_attrs` says of it."""
+    """`head_contributions` is what each head adds to the logits: of each, what `logit_attrs` says
+    of it.
+    """
     subject.needs_plain_text()
     one, other = (torch.full((subject.tokens.shape[0],), token) for token in (5, 7))
     found = head_contributions(subject.bridge, subject.tokens, one, other)  # batch layer head
-    stack, labels = subject.cache.stack_head_results(pos_slice=-1, post_norms=True, return_labels=True)
+    stack, labels = subject.cache.stack_head_results(
+        pos_slice=-1, post_norms=True, return_labels=True
+    )
     parts = subject.cache.logit_attrs(stack, 5, 7, pos_slice=-1)
     for part, label in zip(parts, labels, strict=True):
         layer, number = map(int, label[1:].split("H"))

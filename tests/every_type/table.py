@@ -36,7 +36,9 @@ def outcomes(case: Case, names: Iterable[str] = PROPERTIES) -> dict[str, Outcome
             return dict.fromkeys(names, found)
     left_out = AS_USUAL if case.options else frozenset()
     once = Outcome("absent", "it is tried of the type as usual")
-    return {name: once if name in left_out else outcome(subject, PROPERTIES[name]) for name in names}
+    return {
+        name: once if name in left_out else outcome(subject, PROPERTIES[name]) for name in names
+    }
 
 
 def _runs_plainly(subject: Subject) -> None:

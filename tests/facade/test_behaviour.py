@@ -19,7 +19,12 @@ from tests.tiny_models import checkpoint
 from weight_processing.check import ProcessingError
 
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(0))
-NEW: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
+NEW: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "verbose": False,
+    "stop_at_eos": False,
+}
 
 
 def halve(x, hook):
@@ -42,13 +47,17 @@ def test_processed_twice_and_saved(case, tmp_path: Path):
 
 def test_a_second_fold_of_value_biases_changes_nothing():
     bridge = TransformerBridge(tiny("gpt2"))
-    bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
+    bridge.process_weights(
+        fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True
+    )
     b_O = bridge.b_O.clone()
     assert not bridge.b_V.any()
     bridge.cfg.processed = {}
     del bridge.core.config.transformer_bridge_processed
     assert not bridge.cfg.processed
-    bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True)
+    bridge.process_weights(
+        fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=True
+    )
     torch.testing.assert_close(bridge.b_O, b_O)
 
 
@@ -91,7 +100,9 @@ def test_new_biases_of_a_frozen_model_are_frozen():
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
 def test_hook_attn_in_at_some_steps_of_a_generation(case):
-    """Editing every head's input at a step is editing what query, key and value read there, and at no other step."""
+    """Editing every head's input at a step is editing what query, key and value read there, and at
+    no other step.
+    """
     bridge = TransformerBridge(tiny(case))
 
     def at_step_two(x, hook):
@@ -122,7 +133,10 @@ def test_hook_attn_in_of_one_head_with_grouped_keys():
         x[:, :, 0] += torch.linspace(-1, 1, x.shape[-1]) / 2
 
     ours = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_attn_in", one_head)])
-    by_hand = [("blocks.1.hook_q_input", one_head), *((f"blocks.1.hook_{x}_input", its_group) for x in "kv")]
+    by_hand = [
+        ("blocks.1.hook_q_input", one_head),
+        *((f"blocks.1.hook_{x}_input", its_group) for x in "kv"),
+    ]
     torch.testing.assert_close(ours, bridge.run_with_hooks(TOKENS, fwd_hooks=by_hand))
 
 
@@ -139,7 +153,9 @@ def test_what_changes_after_it_was_recorded_is_an_error():
         with bridge.hooks([(name, lambda x, hook: None)]):  # so that our torch hook comes first
             handle = inner.register_forward_pre_hook(wreck)
             try:
-                with pytest.raises(RuntimeError, match=f"{name} was changed in place after it was recorded"):
+                with pytest.raises(
+                    RuntimeError, match=f"{name} was changed in place after it was recorded"
+                ):
                     bridge.run_with_cache(TOKENS, names_filter=name)
             finally:
                 handle.remove()
@@ -148,9 +164,16 @@ def test_what_changes_after_it_was_recorded_is_an_error():
 
 def test_gradients_of_what_the_loss_does_not_use_are_zeros_of_its_shape():
     bridge = TransformerBridge(tiny("llama-gqa"))
-    names = ["blocks.0.hook_resid_pre", "blocks.0.attn.hook_z", "blocks.0.attn.hook_k", "blocks.0.attn.hook_pattern"]
+    names = [
+        "blocks.0.hook_resid_pre",
+        "blocks.0.attn.hook_z",
+        "blocks.0.attn.hook_k",
+        "blocks.0.attn.hook_pattern",
+    ]
     with bridge.hooks([("blocks.1.hook_resid_pre", lambda x, hook: torch.ones_like(x))]):
-        _, cache = bridge.run_with_cache(TOKENS, names_filter=names, return_type="loss", incl_bwd=True)
+        _, cache = bridge.run_with_cache(
+            TOKENS, names_filter=names, return_type="loss", incl_bwd=True
+        )
     for name in names:
         assert cache[f"{name}_grad"].shape == cache[name].shape
         assert not cache[f"{name}_grad"].any()
@@ -195,7 +218,9 @@ def test_a_run_inside_of_one_that_stops():
             found.append(None)
             found[0] = bridge(TOKENS[:1])
 
-    residual = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", nested)], stop_at_layer=1)
+    residual = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.0.hook_resid_pre", nested)], stop_at_layer=1
+    )
     assert torch.equal(residual, bridge(TOKENS, stop_at_layer=1))
     assert torch.equal(found[0], bridge(TOKENS[:1]))  # to its end: it is a run of its own
 
@@ -233,7 +258,9 @@ def test_a_static_cache_with_rotated_keys(case):
         with bridge.hooks([("blocks.1.attn.hook_rot_k", lambda x, hook: x * 0.5)]):
             made.append(bridge.generate(TOKENS, output_logits=True, **NEW, **more))
     assert torch.equal(made[0]["sequences"], made[1]["sequences"])
-    torch.testing.assert_close(torch.stack(made[0]["logits"]), torch.stack(made[1]["logits"]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.stack(made[0]["logits"]), torch.stack(made[1]["logits"]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_retain_grad_on_an_activation_that_is_computed():
@@ -255,7 +282,9 @@ def test_what_was_cached_before_a_write_through_is_what_it_was():
     bridge = TransformerBridge(tiny("llama-gqa"))
     clean = bridge.run_with_cache(TOKENS)[1]
     with torch.no_grad(), bridge.hooks([("blocks.0.hook_resid_mid", halve)]):
-        _, cache = bridge.run_with_cache(TOKENS, names_filter=["blocks.0.hook_attn_out", "blocks.0.hook_resid_mid"])
+        _, cache = bridge.run_with_cache(
+            TOKENS, names_filter=["blocks.0.hook_attn_out", "blocks.0.hook_resid_mid"]
+        )
     torch.testing.assert_close(cache["attn_out", 0], clean["attn_out", 0])
     torch.testing.assert_close(cache["resid_mid", 0], clean["resid_mid", 0] * 0.5)
 
@@ -282,9 +311,13 @@ def test_rows_of_scores_in_which_nothing_is_allowed(implementation):
     mask = torch.tensor([[1] * 6, [0, 0, 0, 1, 1, 1]])
     expected = bridge(TOKENS, attention_mask=mask)
     name = "blocks.1.attn.hook_attn_scores"
-    _, cache = bridge.run_with_cache(TOKENS, attention_mask=mask, names_filter=[name, "blocks.1.attn.hook_pattern"])
+    _, cache = bridge.run_with_cache(
+        TOKENS, attention_mask=mask, names_filter=[name, "blocks.1.attn.hook_pattern"]
+    )
     assert not cache["pattern", 1].isnan().any()
-    again = bridge.run_with_hooks(TOKENS, attention_mask=mask, fwd_hooks=[(name, lambda x, hook: x.clone())])
+    again = bridge.run_with_hooks(
+        TOKENS, attention_mask=mask, fwd_hooks=[(name, lambda x, hook: x.clone())]
+    )
     torch.testing.assert_close(again, expected)
     assert again.isfinite().all()
 
@@ -317,7 +350,9 @@ def test_generation_without_keys_and_values_kept(case):
         kept = bridge.generate(TOKENS, output_logits=True, **NEW)
         anew = bridge.generate(TOKENS, output_logits=True, use_past_kv_cache=False, **NEW)
     assert torch.equal(kept["sequences"], anew["sequences"])
-    torch.testing.assert_close(torch.stack(kept["logits"]), torch.stack(anew["logits"]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.stack(kept["logits"]), torch.stack(anew["logits"]), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_checkpointing_without_gradients():

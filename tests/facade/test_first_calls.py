@@ -1,4 +1,6 @@
-"""What a user of Hugging Face types first: what a tokenizer gives, by names or as it is, arrays, chats."""
+"""What a user of Hugging Face types first: what a tokenizer gives, by names or as it is, arrays,
+chats.
+"""
 
 import pytest
 import torch
@@ -21,8 +23,15 @@ def encoding(bridge):
 def test_what_a_tokenizer_gives(bridge, encoding):
     hf = bridge.original_model(**encoding).logits
     mask = encoding["attention_mask"].bool()
-    for found in (bridge(**encoding), bridge(encoding), bridge(dict(encoding)), bridge.run_with_cache(**encoding)[0]):
-        assert torch.equal(found, bridge(encoding["input_ids"], attention_mask=encoding["attention_mask"]))
+    for found in (
+        bridge(**encoding),
+        bridge(encoding),
+        bridge(dict(encoding)),
+        bridge.run_with_cache(**encoding)[0],
+    ):
+        assert torch.equal(
+            found, bridge(encoding["input_ids"], attention_mask=encoding["attention_mask"])
+        )
         torch.testing.assert_close(found[mask], hf[mask], rtol=1e-4, atol=1e-4)
     one = bridge.tokenizer(TEXTS[0], return_tensors="pt")
     assert torch.equal(bridge(**one), bridge.original_model(**one).logits)
@@ -58,7 +67,9 @@ def test_traces_and_generations(bridge, encoding):
     with bridge.trace(**encoding) as run:
         assert torch.equal(run["blocks.1.hook_resid_post"], stream)
     settings = {"max_new_tokens": 3, "do_sample": False}
-    right = bridge.generate(encoding["input_ids"], attention_mask=encoding["attention_mask"], verbose=False, **settings)
+    right = bridge.generate(
+        encoding["input_ids"], attention_mask=encoding["attention_mask"], verbose=False, **settings
+    )
     assert torch.equal(bridge.generate(**encoding, verbose=False, **settings), right)
     assert torch.equal(bridge.generate(encoding, verbose=False, **settings), right)
 
@@ -66,21 +77,27 @@ def test_traces_and_generations(bridge, encoding):
 def test_what_is_missing_or_given_twice(bridge, encoding):
     with pytest.raises(TypeError, match="there is no input: give a text"):
         bridge()
-    with pytest.raises(TypeError, match="attention_mask: given twice, by name and in the BatchEncoding"):
+    with pytest.raises(
+        TypeError, match="attention_mask: given twice, by name and in the BatchEncoding"
+    ):
         bridge(encoding, attention_mask=encoding["attention_mask"])
     with pytest.raises(TypeError, match="input_ids is the input itself, and an input is given"):
         bridge("Mary", input_ids=encoding["input_ids"])
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("output_hidden_states", "hook_resid_post"), ("output_attentions", r"attn\.hook_pattern")]
+    ("name", "where"),
+    [("output_hidden_states", "hook_resid_post"), ("output_attentions", r"attn\.hook_pattern")],
 )
 def test_options_of_hugging_faces_output(bridge, name, where):
-    with pytest.raises(ValueError, match=rf"{name}=True is an option .* run_with_cache\(tokens\) gives .*{where}"):
+    with pytest.raises(
+        ValueError, match=rf"{name}=True is an option .* run_with_cache\(tokens\) gives .*{where}"
+    ):
         bridge("Mary", **{name: True})
     assert torch.equal(bridge("Mary", **{name: False}), bridge("Mary"))
     with pytest.raises(
-        TypeError, match="'return_dict' is no argument of this call: a run returns what return_type says"
+        TypeError,
+        match="'return_dict' is not an argument of this call: a run returns what return_type says",
     ):
         bridge("Mary", return_dict=True)
 
@@ -89,12 +106,19 @@ def test_chats(bridge):
     chat = [{"role": "user", "content": "Mary and"}, {"role": "assistant", "content": " John"}]
     with pytest.raises(ValueError, match="has no chat template, so it makes no tokens of a chat"):
         bridge.to_tokens(chat)
-    with pytest.raises(TypeError, match=r"is a chat: bridge.to_tokens\(messages\) makes tokens of it"):
+    with pytest.raises(
+        TypeError, match=r"is a chat: bridge.to_tokens\(messages\) makes tokens of it"
+    ):
         bridge(chat)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}.{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}.{%"
+        " endif %}"
+    )
     bridge.tokenizer.chat_template = template
     try:
-        assert torch.equal(bridge.to_tokens(chat), bridge.to_tokens("Mary and John.", prepend_bos=False))
+        assert torch.equal(
+            bridge.to_tokens(chat), bridge.to_tokens("Mary and John.", prepend_bos=False)
+        )
         with pytest.raises(ValueError, match="whether a chat starts with BOS, its template says"):
             bridge.to_tokens(chat, prepend_bos=True)
     finally:

@@ -1,4 +1,6 @@
-"""Wrong types and shapes for every parameter of what stands on runs: a result, or an error of ours, and no traces."""
+"""Wrong types and shapes for every parameter of what stands on runs: a result, or an error of ours,
+and no traces.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PARTS = 3
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize("part", range(PARTS))
-def test_wrong_arguments_of_every_public_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int):
+def test_wrong_arguments_of_every_public_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+):
     complaints, tried = [], 0
     for number, call in list(enumerate(calls(tmp_path)))[part::PARTS]:
         (tmp_path / f"{number}").mkdir()

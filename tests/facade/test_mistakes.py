@@ -1,5 +1,9 @@
 """Mistakes of a first hour, and what is said of each."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,11 +27,14 @@ PLACE = "blocks.0.hook_mlp_out"
 MISTAKES = {
     "an argument of another call": (
         lambda b: b(TOKENS, names_filter=PLACE),
-        r"^'names_filter' is no argument of this call: run_with_cache takes it$",
+        r"^'names_filter' is not an argument of this call: run_with_cache takes it$",
     ),
     "a batch axis taken off a hook": (
         lambda b: b.run_with_hooks(TOKENS, fwd_hooks=[(PLACE, change)], remove_batch_dim=True),
-        r"^'remove_batch_dim' is no argument of this call: run_with_cache takes it; .* write `x\[0\]` in the function$",
+        (
+            r"^'remove_batch_dim' is not an argument of this call: run_with_cache takes it; .*"
+            r" write `x\[0\]` in the function$"
+        ),
     ),
     "a part named twice": (
         lambda b: b.blocks_with("attn", submodule="attn"),
@@ -39,11 +46,17 @@ MISTAKES = {
     ),
     "hooks of a plain run": (
         lambda b: b.run_with_cache(TOKENS, fwd_hooks=[]),
-        r"^'fwd_hooks' is no argument of this call: run_with_hooks takes it, and so does `with bridge.hooks",
+        (
+            r"^'fwd_hooks' is not an argument of this call: run_with_hooks takes it, and so does"
+            r" `with bridge.hooks"
+        ),
     ),
     "hooks of a generation": (
         lambda b: b.generate(TOKENS, fwd_hooks=[]),
-        r"^'fwd_hooks' is no argument of generate: run_with_hooks takes it, and so does `with bridge.hooks",
+        (
+            r"^'fwd_hooks' is not an argument of generate: run_with_hooks takes it, and so does"
+            r" `with bridge.hooks"
+        ),
     ),
     "a slip of the pen": (
         lambda b: b(TOKENS, attention_maskk=None),
@@ -55,7 +68,10 @@ MISTAKES = {
     ),
     "a layer that is not there": (
         lambda b: b.run_with_cache(TOKENS, names_filter="blocks.12.hook_resid_pre"),
-        r"^there is no hook point 'blocks.12.hook_resid_pre'. This model has 4 layers: blocks.0 to blocks.3.$",
+        (
+            r"^there is no hook point 'blocks.12.hook_resid_pre'. This model has 4 layers: blocks.0"
+            r" to blocks.3.$"
+        ),
     ),
     "an alias in a layer that is not there": (
         lambda b: b.add_hook("blocks.4.hook_in", change),
@@ -79,11 +95,14 @@ MISTAKES = {
     ),
     "a function and a name, added": (
         lambda b: b.add_hook(change, PLACE),
-        r"^add_hook takes the hook point first, then the function: add_hook\('blocks.0.hook_mlp_out', function\)$",
+        (
+            r"^add_hook takes the hook point first, then the function:"
+            r" add_hook\('blocks.0.hook_mlp_out', function\)$"
+        ),
     ),
     "an option that no exporter has": (
         lambda b: b.export(TOKENS, opset=20),
-        r"^'opset' is no option of format='dynamo', which takes export_format, dynamic, ",
+        r"^format='dynamo' has no option 'opset'; it takes export_format, dynamic, ",
     ),
     "text for a program": (
         lambda b: b.program([PLACE]).export_for_generation("Mary and"),
@@ -91,7 +110,54 @@ MISTAKES = {
     ),
     "a bad regular expression": (
         lambda b: b.boot_transformers(str(MODEL_DIR), patches={"Llama(": torch.nn.Linear}),
-        r"^patches\['Llama\('\] is neither the name of a class nor a regular expression: missing \)",
+        (
+            r"^patches\['Llama\('\] is neither the name of a class nor a regular expression:"
+            r" missing \)"
+        ),
+    ),
+    "the model by another name": (
+        lambda b: b.model,
+        r"^the bridge has no 'model'\. Use bridge\.original_model, or bridge\.core",
+    ),
+    "the constructor's name of the model": (lambda b: b.hf_model, r"Use bridge\.original_model"),
+    "a fact of the model": (lambda b: b.n_layers, r"no 'n_layers'\. Use bridge\.cfg\.n_layers$"),
+    "a fact of the model, misspelt": (
+        lambda b: b.n_layer,
+        r"no 'n_layer'\. Did you mean bridge\.cfg\.n_layers\?$",
+    ),
+    "a fact that is read from the model": (lambda b: b.device, r"Use bridge\.cfg\.device$"),
+    "the tokenizer, spelt the British way": (
+        lambda b: b.tokeniser,
+        r"Did you mean tokenizer or ",
+    ),
+    "Hugging Face's configuration": (lambda b: b.config, r"Use bridge\.core\.config"),
+    "a fact in cfg, misspelt": (
+        lambda b: b.cfg.n_layer,
+        r"^a ModelConfig has no 'n_layer'\. Did you mean n_layers ",
+    ),
+    "Hugging Face's name of a fact": (
+        lambda b: b.cfg.num_hidden_layers,
+        r"^a ModelConfig has no 'num_hidden_layers'\. .* bridge\.core\.config\.num_hidden_layers$",
+    ),
+    "a hook point, misspelt": (lambda b: b.hook_embeded, r"Did you mean hook_embed or "),
+    "a filter, misspelt": (
+        lambda b: b.run_with_cache(TOKENS, names_filter="hook_embeded"),
+        r"Did you mean hook_embed or ",
+    ),
+    "an activation as an attribute": (
+        lambda b: b.run_with_cache(TOKENS)[1].resid_post,
+        (
+            r"^an ActivationCache has no 'resid_post'\. Use cache\[\"resid_post\", layer\], from"
+            r" layer 0 on$"
+        ),
+    ),
+    "an activation without a layer as an attribute": (
+        lambda b: b.run_with_cache(TOKENS)[1].hook_embed,
+        r"Use cache\['hook_embed'\]$",
+    ),
+    "a method of a cache, misspelt": (
+        lambda b: b.run_with_cache(TOKENS)[1].accumulated_residual,
+        r"Did you mean accumulated_resid or ",
     ),
     "a folder that is not there": (
         lambda b: b.boot_transformers("./no/where"),
@@ -105,9 +171,20 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_said(bridge, mistake):
     call, message = MISTAKES[mistake]
-    with pytest.raises((TypeError, ValueError, UnknownHookError, FileNotFoundError), match=message):
+    kinds = (TypeError, ValueError, UnknownHookError, FileNotFoundError, AttributeError)
+    with pytest.raises(kinds, match=message):
         call(bridge)
     assert not any(hook.listeners for hook in bridge.hook_dict.values())
+
+
+def test_what_is_missing_is_still_missing_for_programs_that_ask(bridge):
+    """A program may test for an attribute, and copies and pickles do."""
+    assert not hasattr(bridge, "model") and not hasattr(bridge, "device")
+    assert not hasattr(bridge.cfg, "n_layer") and getattr(bridge.cfg, "vocab_size", 5) == 5
+    again = pickle.loads(pickle.dumps(copy.deepcopy(bridge.cfg)))
+    assert again.n_layers == bridge.cfg.n_layers
+    with pytest.raises(AttributeError, match="this configuration belongs to no model"):
+        _ = replace(again, _model=None).device
 
 
 def test_a_part_that_some_layers_have():
@@ -117,4 +194,7 @@ def test_a_part_that_some_layers_have():
 
 
 def test_the_shipped_model_takes_a_type_and_a_device():
-    assert TransformerBridge.boot_embedded(device="cpu", dtype=torch.bfloat16).cfg.dtype == torch.bfloat16
+    assert (
+        TransformerBridge.boot_embedded(device="cpu", dtype=torch.bfloat16).cfg.dtype
+        == torch.bfloat16
+    )

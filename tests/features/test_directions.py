@@ -1,4 +1,6 @@
-"""Directions: found where one was put, and hooks against the same arithmetic and against weights."""
+"""Directions: found where one was put, and hooks against the same arithmetic and against
+weights.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def sets(n: int = 40) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["mean", "pca", "probe"])
-def test_a_direction_is_found_and_the_control_finds_none(bridge: TransformerBridge, how: str) -> None:
+def test_a_direction_is_found_and_the_control_finds_none(
+    bridge: TransformerBridge, how: str
+) -> None:
     positives, negatives = sets()
     found = direction(bridge, positives, negatives, "blocks.0.hook_resid_pre", how)
     assert found.accuracy == 1 and found.shuffled < 0.75
@@ -72,7 +76,13 @@ def test_steering_is_what_the_words_say(bridge: TransformerBridge) -> None:
 @pytest.mark.parametrize("positions", [None, [0, 3]])
 def test_steering_while_generating(bridge: TransformerBridge, positions: list[int] | None) -> None:
     vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 6, "do_sample": False, "return_type": "tokens", "verbose": False, "stop_at_eos": False}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "return_type": "tokens",
+        "verbose": False,
+        "stop_at_eos": False,
+    }
     steer = Add(vector, 50.0, positions=positions)
     with bridge.hooks(fwd_hooks=[(POINT, steer)]):
         cached = bridge.generate(TOKENS, **options)
@@ -85,13 +95,17 @@ def test_steering_while_generating(bridge: TransformerBridge, positions: list[in
 @torch.no_grad()
 def test_the_weights_do_what_the_hook_did(family: str) -> None:
     bridge = TransformerBridge(tiny(family, dtype=torch.float64))
-    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vector = torch.randn(
+        bridge.cfg.d_model, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     hooks = [(name, ProjectOut(vector)) for name in written_points(bridge)]
     plain, wanted = bridge(TOKENS), bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)
     write_into_weights(bridge, vector)
     assert torch.allclose(bridge(TOKENS), wanted, rtol=0, atol=1e-11)
     assert not torch.allclose(wanted, plain, atol=1e-3)
-    _, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: name.endswith("hook_resid_post"))
+    _, cache = bridge.run_with_cache(
+        TOKENS, names_filter=lambda name: name.endswith("hook_resid_post")
+    )
     assert all((act @ vector).abs().max() < 1e-11 for act in cache.values())
 
 
@@ -106,7 +120,9 @@ def test_nothing_is_left_along_a_direction_in_the_stream(kind: str) -> None:
         _, hooked = bridge.run_with_cache(TOKENS, names_filter=streams)
     write_into_weights(bridge, vector)
     _, written = bridge.run_with_cache(TOKENS, names_filter=streams)
-    assert all((cache[name] @ vector).abs().max() < 1e-5 for cache in (hooked, written) for name in streams)
+    assert all(
+        (cache[name] @ vector).abs().max() < 1e-5 for cache in (hooked, written) for name in streams
+    )
 
 
 @torch.no_grad()
@@ -115,7 +131,11 @@ def test_what_writes_and_is_not_known_is_told_by_what_is_left() -> None:
     vector, before = torch.randn(bridge.cfg.d_model), bridge(TOKENS)
     with bridge.hooks(fwd_hooks=[(name, ProjectOut(vector)) for name in written_points(bridge)]):
         _, cache = bridge.run_with_cache(TOKENS)
-    assert all((x @ vector).abs().max() < 1e-5 for name, x in cache.items() if name.endswith("hook_resid_post"))
+    assert all(
+        (x @ vector).abs().max() < 1e-5
+        for name, x in cache.items()
+        if name.endswith("hook_resid_post")
+    )
     with pytest.raises(ValueError, match="is left along it: something else writes to its stream"):
         write_into_weights(bridge, vector)
     assert torch.equal(bridge(TOKENS), before)
@@ -131,24 +151,38 @@ def test_what_cannot_be_is_refused(bridge: TransformerBridge) -> None:
 def test_prompts_of_unequal_length_are_read_at_their_own_last_tokens():
     bridge, point = TransformerBridge.boot_embedded(), "blocks.2.hook_resid_post"
     texts_of = (
-        ["Mary went to the store", "Mary", "John gave Mary a drink", "Mary and John went", "When Mary went"],
+        [
+            "Mary went to the store",
+            "Mary",
+            "John gave Mary a drink",
+            "Mary and John went",
+            "When Mary went",
+        ],
         ["Tom and James", "Tom went", "The drink", "James went to the store", "Tom"],
     )
     generator, means = torch.Generator().manual_seed(0), []
     for texts in texts_of:
         chosen = torch.randperm(5, generator=generator)[1:]
-        last = [bridge.run_with_cache(texts[i], names_filter=point)[1][point][0, -1].double() for i in chosen]
+        last = [
+            bridge.run_with_cache(texts[i], names_filter=point)[1][point][0, -1].double()
+            for i in chosen
+        ]
         means.append(torch.stack(last).mean(0))
     right = torch.nn.functional.normalize(means[0] - means[1], dim=0)
     batches = [
-        bridge.batch_of(texts, padding_side=side) for texts, side in zip(texts_of, ("left", "right"), strict=True)
+        bridge.batch_of(texts, padding_side=side)
+        for texts, side in zip(texts_of, ("left", "right"), strict=True)
     ]
     tokens = [batch.tokens for batch in batches]
-    unknown = [batch.tokens.masked_fill(batch.mask == 0, 7) for batch in batches]  # padding that no token tells
+    unknown = [
+        batch.tokens.masked_fill(batch.mask == 0, 7) for batch in batches
+    ]  # padding that no token tells
     masks = tuple(batch.mask for batch in batches)
     for given, more in ((texts_of, {}), (tokens, {}), (unknown, {"attention_mask": masks})):
         found = direction(bridge, *given, point, held_out=0.2, **more)
         assert float(found.vector.double() @ right) > 0.9999
-    assert abs(float(direction(bridge, *unknown, point, held_out=0.2).vector.double() @ right)) < 0.99
+    assert (
+        abs(float(direction(bridge, *unknown, point, held_out=0.2).vector.double() @ right)) < 0.99
+    )
     with pytest.raises(ValueError, match="position is 3, and the shortest prompt has 2 tokens"):
         direction(bridge, *texts_of, point, position=3)

@@ -1,4 +1,6 @@
-"""Interchange interventions against activation patching, and a fitted subspace against its controls."""
+"""Interchange interventions against activation patching, and a fitted subspace against its
+controls.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ SOURCE = torch.tensor([[9, 1, 33, 4, 20], [2, 60, 41, 10, 15]])
 
 @torch.no_grad()
 @pytest.mark.parametrize("position", [None, 2, -1])
-def test_all_coordinates_of_a_full_basis_are_patching(bridge: TransformerBridge, position: int | None) -> None:
+def test_all_coordinates_of_a_full_basis_are_patching(
+    bridge: TransformerBridge, position: int | None
+) -> None:
     _, cache = bridge.run_with_cache(SOURCE, names_filter=POINT)
 
     def patch(act: torch.Tensor, hook: object) -> torch.Tensor:
@@ -37,7 +41,9 @@ def test_all_coordinates_of_a_full_basis_are_patching(bridge: TransformerBridge,
         found = interchange(bridge, BASE, SOURCE, point, position=position)
         some = interchange(bridge, BASE, SOURCE, point, position=position, features=torch.arange(4))
     assert torch.allclose(found, right, atol=1e-4)
-    assert not torch.allclose(some, right, atol=1e-2) and not torch.allclose(some, bridge(BASE), atol=1e-2)
+    assert not torch.allclose(some, right, atol=1e-2) and not torch.allclose(
+        some, bridge(BASE), atol=1e-2
+    )
 
 
 @torch.no_grad()
@@ -52,7 +58,9 @@ def test_one_coordinate_by_hand(bridge: TransformerBridge) -> None:
 
     with bridge.basis(POINT, "one", Directions(vector)) as point:
         found = interchange(bridge, BASE, SOURCE[:1], point, position=1, source_position=3)
-    assert torch.allclose(found, bridge.run_with_hooks(BASE, fwd_hooks=[(POINT, by_hand)]), atol=2e-5)
+    assert torch.allclose(
+        found, bridge.run_with_hooks(BASE, fwd_hooks=[(POINT, by_hand)]), atol=2e-5
+    )
 
 
 @pytest.mark.unchecked
@@ -73,9 +81,16 @@ def test_a_subspace_is_found_and_the_controls_find_none() -> None:
         labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
     before = {name: value.clone() for name, value in bridge.state_dict().items()}
     fit = fit_rotation(
-        bridge, pairs.clean, pairs.corrupted, labels, "blocks.3.hook_resid_mid", dimension=32, steps=120, lr=2e-2,
+        bridge,
+        pairs.clean,
+        pairs.corrupted,
+        labels,
+        "blocks.3.hook_resid_mid",
+        dimension=32,
+        steps=120,
+        lr=2e-2,
         among=labels.unique(),
-    )  # fmt: skip
+    )
     assert fit.accuracy > 0.7 and fit.before < 0.2
     assert all(value < 0.5 for value in fit.controls.values()), fit
     assert set(fit.controls) == {"random subspace", "shuffled labels", "random model"}
@@ -83,7 +98,9 @@ def test_a_subspace_is_found_and_the_controls_find_none() -> None:
     columns = fit.rotation.columns
     assert torch.allclose(columns.T @ columns, torch.eye(32), atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in bridge.state_dict().items())
-    assert not bridge.bases and not any(p.grad is not None for p in bridge.original_model.parameters())
+    assert not bridge.bases and not any(
+        p.grad is not None for p in bridge.original_model.parameters()
+    )
 
 
 def test_a_seed_says_what_is_found(bridge: TransformerBridge) -> None:
@@ -92,7 +109,9 @@ def test_a_seed_says_what_is_found(bridge: TransformerBridge) -> None:
     base, source = BASE.repeat(4, 1), SOURCE.repeat(4, 1)
     for before in (0, 1):
         torch.manual_seed(before)
-        fit = fit_rotation(bridge, base, source, labels, POINT, dimension=2, steps=4, controls=False)
+        fit = fit_rotation(
+            bridge, base, source, labels, POINT, dimension=2, steps=4, controls=False
+        )
         found.append((fit.losses, fit.rotation.columns))
         after = torch.rand(3)
         torch.manual_seed(before)
@@ -104,9 +123,13 @@ def test_nothing_is_trained_or_attributed_in_inference_mode(bridge: TransformerB
     labels = torch.tensor([1, 2])
     pairs = (bridge, BASE, SOURCE, labels)
     studies = {
-        "feature_attribution": lambda: feature_attribution(bridge, BASE, lambda logits: logits[0, -1, 7], POINT),
+        "feature_attribution": lambda: feature_attribution(
+            bridge, BASE, lambda logits: logits[0, -1, 7], POINT
+        ),
         "fit_rotation": lambda: fit_rotation(*pairs, POINT, dimension=2, held_out=0.5),
-        "interchange_table": lambda: interchange_table(*pairs, [POINT], methods=("subspace",), held_out=0.5),
+        "interchange_table": lambda: interchange_table(
+            *pairs, [POINT], methods=("subspace",), held_out=0.5
+        ),
     }
     for name, study in studies.items():
         with torch.inference_mode(), pytest.raises(RuntimeError, match=f"{name} needs gradients"):
@@ -134,7 +157,9 @@ def test_attribution_adds_up_and_is_the_gradient(bridge: TransformerBridge) -> N
         return act * 0
 
     with torch.no_grad():
-        change = metric(bridge(BASE)) - metric(bridge.run_with_hooks(BASE, fwd_hooks=[(point, without)]))
+        change = metric(bridge(BASE)) - metric(
+            bridge.run_with_hooks(BASE, fwd_hooks=[(point, without)])
+        )
         _, cache = bridge.run_with_cache(BASE, names_filter=point)
     integrated = feature_attribution(bridge, BASE, metric, point, steps=200)
     assert torch.allclose(integrated.sum(), change, atol=2e-3 * float(change.abs()) + 1e-3)
@@ -165,36 +190,72 @@ def test_features_and_the_rest_add_up_to_the_logits(bridge: TransformerBridge) -
 
 
 def test_a_table_of_exchanges() -> None:
-    """What is whole is patching, a subspace is that of `fit_rotation`, masks exchange some coordinates."""
+    """What is whole is patching, a subspace is that of `fit_rotation`, masks exchange some
+    coordinates.
+    """
     bridge = TransformerBridge.boot_embedded()
     pairs = embedded_pairs(bridge, "ioi", 48)
     with torch.no_grad():
         labels = bridge(pairs.corrupted)[:, -1].argmax(-1)
     points, among = ("blocks.0.hook_resid_post", "blocks.3.hook_resid_post"), labels.unique()
     given = {"among": among, "steps": 40}
-    features = {point: Rotation(128, 128, generator=torch.Generator().manual_seed(1)) for point in points}
+    features = {
+        point: Rotation(128, 128, generator=torch.Generator().manual_seed(1)) for point in points
+    }
     methods = ("full", "coordinates", "components", "features", "subspace")
     table = interchange_table(
-        bridge, pairs.clean, pairs.corrupted, labels, points, (1, -1), methods=methods, dimension=32,
-        features=features, **given,
-    )  # fmt: skip
+        bridge,
+        pairs.clean,
+        pairs.corrupted,
+        labels,
+        points,
+        (1, -1),
+        methods=methods,
+        dimension=32,
+        features=features,
+        **given,
+    )
     fit = fit_rotation(
-        bridge, pairs.clean, pairs.corrupted, labels, points[1], dimension=32, controls=False, **given
-    )  # fmt: skip
-    assert fit.accuracy > 0.8 and float(table.accuracy[4, 1, 1]) == pytest.approx(fit.accuracy, abs=0.17)  # 2 of 12
+        bridge,
+        pairs.clean,
+        pairs.corrupted,
+        labels,
+        points[1],
+        dimension=32,
+        controls=False,
+        **given,
+    )
+    assert fit.accuracy > 0.8 and float(table.accuracy[4, 1, 1]) == pytest.approx(
+        fit.accuracy, abs=0.17
+    )  # 2 of 12
     assert table.before == fit.before
     tested = torch.randperm(48, generator=torch.Generator().manual_seed(0))[:12]
-    patched = interchange(bridge, pairs.clean[tested], pairs.corrupted[tested], points[1], position=1)
+    patched = interchange(
+        bridge, pairs.clean[tested], pairs.corrupted[tested], points[1], position=1
+    )
     answers = among[patched[:, -1, among].argmax(-1)]
-    assert float(table.accuracy[0, 1, 0]) == pytest.approx(float((answers == labels[tested]).float().mean()))
+    assert float(table.accuracy[0, 1, 0]) == pytest.approx(
+        float((answers == labels[tested]).float().mean())
+    )
     assert table.best("full") == (points[1], -1, 1.0)  # all that the logits are made of
     assert (table.accuracy[1:4, 1, 1] > 0.8).all() and table.before < 0.3, table
-    assert (table.accuracy[:, 1, 0] < 0.3).all()  # nothing at an early position reaches the answer from the last layer
-    assert table.sizes[0].eq(128).all() and table.sizes[4].eq(32).all() and (table.sizes[1:4] > 0).all()
+    assert (
+        table.accuracy[:, 1, 0] < 0.3
+    ).all()  # nothing at an early position reaches the answer from the last layer
+    assert (
+        table.sizes[0].eq(128).all()
+        and table.sizes[4].eq(32).all()
+        and (table.sizes[1:4] > 0).all()
+    )
     assert (table.sizes[1:4] <= 128).all() and table.accuracy.shape == (5, 2, 2)
-    assert not any(p.grad is not None for p in [*bridge.original_model.parameters(), *features[points[0]].parameters()])
+    assert not any(
+        p.grad is not None
+        for p in [*bridge.original_model.parameters(), *features[points[0]].parameters()]
+    )
     with pytest.raises(ValueError, match=r"there are no features for blocks\.0"):
-        interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("features",))
+        interchange_table(
+            bridge, pairs.clean, pairs.corrupted, labels, points, methods=("features",)
+        )
     with pytest.raises(ValueError, match="method is 'all'"):
         interchange_table(bridge, pairs.clean, pairs.corrupted, labels, points, methods=("all",))
     with pytest.raises(ValueError, match="needs a point, a position and a method"):
@@ -202,7 +263,9 @@ def test_a_table_of_exchanges() -> None:
 
 
 def test_masks_find_the_coordinates_that_matter() -> None:
-    """Of a basis in which the logits read three coordinates alone, those are exchanged and few others."""
+    """Of a basis in which the logits read three coordinates alone, those are exchanged and few
+    others.
+    """
     mask = CoordinateMask(None, 4)
     here, there = torch.zeros(4), torch.arange(1.0, 5.0)
     mask.given.data = torch.tensor([-2.0, 0.0, 1.0, 3.0])
@@ -221,7 +284,13 @@ def test_a_table_in_half_precision_and_arguments_that_mean_nothing() -> None:
     bridge = TransformerBridge(tiny("llama").bfloat16())
     tokens = torch.randint(3, 60, (8, 5), generator=torch.Generator().manual_seed(0))
     labels = bridge(tokens.flip(0))[:, -1].argmax(-1)
-    given = (bridge, tokens, tokens.flip(0), labels, [f"blocks.{bridge.cfg.n_layers - 1}.hook_resid_post"])
+    given = (
+        bridge,
+        tokens,
+        tokens.flip(0),
+        labels,
+        [f"blocks.{bridge.cfg.n_layers - 1}.hook_resid_post"],
+    )
     table = interchange_table(*given, dimension=4, steps=2)
     assert table.accuracy[table.methods.index("full")].item() == 1.0
     for wrong, said in (({"steps": 0}, "steps"), ({"batch_size": -1}, "batch_size")):

@@ -1,4 +1,6 @@
-"""Generations whose activations, padding or arguments were taken another way than they were meant."""
+"""Generations whose activations, padding or arguments were taken another way than they were
+meant.
+"""
 
 import pytest
 import torch
@@ -13,9 +15,15 @@ GIVEN = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=61, max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=61,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -42,9 +50,13 @@ def test_without_keys_and_values_kept(model, prompt, where):
 
 
 OTHER_RUNS = {
-    "num_beams": 2, "prompt_lookup_num_tokens": 2, "guidance_scale": 1.5, "assistant_early_exit": 1,
-    "dola_layers": "low", "penalty_alpha": 0.6,
-}  # fmt: skip
+    "num_beams": 2,
+    "prompt_lookup_num_tokens": 2,
+    "guidance_scale": 1.5,
+    "assistant_early_exit": 1,
+    "dola_layers": "low",
+    "penalty_alpha": 0.6,
+}
 
 
 @pytest.mark.parametrize("where", ["argument", "generation_config"])
@@ -56,7 +68,7 @@ def test_no_cache_where_other_tokens_are_processed(model, prompt, name, where):
     more = {name: OTHER_RUNS[name]} if where == "argument" else {}
     if where == "generation_config":
         setattr(model.generation_config, name, OTHER_RUNS[name])
-    with pytest.raises(ValueError, match=f"return_cache cannot be had with .*{name}"):
+    with pytest.raises(ValueError, match=f"return_cache is not available with .*{name}"):
         bridge.generate(prompt, return_cache=True, **GIVEN, **more)
     assert not calls
     if where == "generation_config":  # an argument goes before it
@@ -68,7 +80,9 @@ def test_no_cache_where_other_tokens_are_processed(model, prompt, name, where):
 def test_no_cache_of_what_was_computed_before(model, prompt):
     bridge = TransformerBridge(model)
     past = model(prompt[:, :3], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values: what was computed before is not seen again"):
+    with pytest.raises(
+        ValueError, match="past_key_values: what was computed before is not seen again"
+    ):
         bridge.generate(prompt, return_cache=True, past_key_values=past, **GIVEN)
     assert past.get_seq_length() == 3
 
@@ -76,7 +90,9 @@ def test_no_cache_of_what_was_computed_before(model, prompt):
 def test_the_cache_of_right_padded_prompts_stands_beside_their_tokens(model):
     bridge = TransformerBridge(model)
     tokens = torch.tensor([[3, 4, 5, 0, 0], [3, 4, 5, 6, 7]])
-    made, cache = bridge.generate(tokens, attention_mask=(tokens != 0).long(), return_cache=True, **GIVEN)
+    made, cache = bridge.generate(
+        tokens, attention_mask=(tokens != 0).long(), return_cache=True, **GIVEN
+    )
     alone, own = bridge.generate(tokens[:1, :3], return_cache=True, **GIVEN)
     assert torch.equal(made[0, :7], alone[0])
     for name in own:
@@ -93,7 +109,9 @@ def test_padding_tokens_without_a_mask_are_refused(model):
     tokens = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]])
     with pytest.raises(ValueError, match="the tokens hold the padding token 0"):
         bridge.generate(tokens, **GIVEN)
-    given = bridge.generate(tokens, attention_mask=torch.ones_like(tokens), output_logits=True, **GIVEN)
+    given = bridge.generate(
+        tokens, attention_mask=torch.ones_like(tokens), output_logits=True, **GIVEN
+    )
     torch.testing.assert_close(given.logits[0], bridge(tokens)[:, -1])
     mask = (tokens != 0).long()
     given = bridge.generate(tokens, attention_mask=mask, output_logits=True, **GIVEN)
@@ -134,7 +152,9 @@ def test_hooks_act_on_every_step_of_a_static_cache(model, prompt):
 @pytest.mark.unchecked  # the checks of annotations are no code that torch compiles
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it says what it leaves to Python
 def test_hooks_act_in_decoding_that_is_compiled(model, prompt):
-    """As on an accelerator, where transformers compiles the forward that decodes with a static cache."""
+    """As on an accelerator, where transformers compiles the forward that decodes with a static
+    cache.
+    """
     bridge = TransformerBridge(model)
     expected = bridge.generate(prompt, **GIVEN)
     compiled = torch.compile(model.__call__, backend="eager")
@@ -143,12 +163,38 @@ def test_hooks_act_in_decoding_that_is_compiled(model, prompt):
     static = {"cache_implementation": "static", **GIVEN}
     assert torch.equal(bridge.generate(prompt, **static), expected)
     calls = []
-    with bridge.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: calls.append(bridge.step))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: calls.append(bridge.step))]
+    ):
         assert torch.equal(bridge.generate(prompt, **static), expected)
     assert calls == [0, 1, 2, 3]
     calls.clear()
-    with bridge.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: calls.append(bridge.step))]):
-        model.generate(prompt, max_new_tokens=4, do_sample=False, cache_implementation="static", eos_token_id=None)
+    with bridge.hooks(
+        fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: calls.append(bridge.step))]
+    ):
+        model.generate(
+            prompt,
+            max_new_tokens=4,
+            do_sample=False,
+            cache_implementation="static",
+            eos_token_id=None,
+        )
     assert len(calls) == 4
     _, cache = bridge.generate(prompt, return_cache=True, **static)
     assert_of_the_sequence(bridge, expected, cache)
+
+
+def test_a_model_without_weights_says_where_to_generate() -> None:
+    """The bridge of an engine is around such a skeleton."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=20, intermediate_size=16, **sizes))
+    skeleton = TransformerBridge(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    for call in (
+        lambda: skeleton.generate(tokens, verbose=False),
+        lambda: skeleton.generate_stream(tokens, verbose=False),
+        lambda: skeleton.generate_batch([[1, 2, 3]]),
+    ):
+        with pytest.raises(RuntimeError, match=r"call engine\.generate, not engine\.bridge"):
+            call()

@@ -6,7 +6,13 @@ import torch
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 
-OPTIONS = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False, "return_type": "tokens"}
+OPTIONS = {
+    "max_new_tokens": 3,
+    "do_sample": False,
+    "verbose": False,
+    "stop_at_eos": False,
+    "return_type": "tokens",
+}
 
 
 def prompt():
@@ -88,7 +94,9 @@ def test_rows_that_the_model_itself_mixes_up_are_refused():
 
 @pytest.mark.parametrize("length", [5, 8])
 def test_scores_of_keys_that_stand_for_several_tokens_are_left_out_and_refused_when_named(length):
-    """DeepSeek V4 compresses keys behind a window that moves: of 8 tokens, steps have as many by chance, of others."""
+    """DeepSeek V4 compresses keys behind a window that moves: of 8 tokens, steps have as many by
+    chance, of others.
+    """
     bridge = TransformerBridge(tiny_model("deepseek_v4"))
     name = "blocks.1.attn.hook_attn_scores"
     prompt = lambda: torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(1))
@@ -100,6 +108,7 @@ def test_scores_of_keys_that_stand_for_several_tokens_are_left_out_and_refused_w
     for other in cache:
         torch.testing.assert_close(cache[other], right[other], atol=1e-4, rtol=1e-3, msg=other)
     with pytest.raises(
-        RuntimeError, match=r"hook_attn_scores is of keys that stand for several tokens.*run_with_cache"
+        RuntimeError,
+        match=r"hook_attn_scores is of keys that stand for several tokens.*run_with_cache",
     ):
         bridge.generate(prompt(), return_cache=True, names_filter=[name], **OPTIONS)

@@ -1,4 +1,6 @@
-"""Generation: greedy and sampled tokens equal the model's own, hooks at every step, padding, endings."""
+"""Generation: greedy and sampled tokens equal the model's own, hooks at every step, padding,
+endings.
+"""
 
 import pytest
 import torch
@@ -38,13 +40,23 @@ def test_greedy_equals_the_models_own(endless):
     assert torch.equal(endless.generate(SOME, max_new_tokens=9, **GREEDY), expected)
     assert torch.equal(endless.generate(SOME[0], max_new_tokens=9, **GREEDY), expected[:1])
     assert torch.equal(endless.generate(SOME.tolist(), max_new_tokens=9, **GREEDY), expected)
-    assert torch.equal(endless.generate(SOME, max_new_tokens=9, use_past_kv_cache=False, **GREEDY), expected)
+    assert torch.equal(
+        endless.generate(SOME, max_new_tokens=9, use_past_kv_cache=False, **GREEDY), expected
+    )
     assert torch.equal(endless.hf_generate(SOME, max_new_tokens=9, do_sample=False), expected)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_k": 5}, {"top_k": 0}, {"top_p": 0.8}, {"temperature": 0.5}, {"repetition_penalty": 1.5}, {"min_p": 0.1}],
+    [
+        {},
+        {"top_k": 5},
+        {"top_k": 0},
+        {"top_p": 0.8},
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.5},
+        {"min_p": 0.1},
+    ],
 )
 def test_sampling_equals_the_models_own(endless, options):
     torch.manual_seed(0)
@@ -73,16 +85,24 @@ def test_padded_rows_continue_as_if_alone(endless, side):
 
 
 def test_texts_of_different_lengths(embedded):
-    texts = ["Mary", "When Mary and John went to the store, John gave a drink to", "Mary and John went"]
+    texts = [
+        "Mary",
+        "When Mary and John went to the store, John gave a drink to",
+        "Mary and John went",
+    ]
     solo = [embedded.generate(text, max_new_tokens=8, **GREEDY) for text in texts]
     for side in ("left", "right", None):
         assert embedded.generate(texts, max_new_tokens=8, padding_side=side, **GREEDY) == solo
     assert all(out.startswith(text) for out, text in zip(solo, texts, strict=True))
-    tokens = embedded.generate(texts, max_new_tokens=8, padding_side="right", return_type="tokens", **GREEDY)
+    tokens = embedded.generate(
+        texts, max_new_tokens=8, padding_side="right", return_type="tokens", **GREEDY
+    )
     first = embedded.generate(texts[0], max_new_tokens=8, return_type="tokens", **GREEDY)[0]
     assert torch.equal(tokens[0, : len(first)], first)
     assert embedded.generate([texts[0]], max_new_tokens=8, **GREEDY) == [solo[0]]
-    assert embedded.generate(embedded.to_tokens(texts[0]), max_new_tokens=8, return_type="str", **GREEDY) == [solo[0]]
+    assert embedded.generate(
+        embedded.to_tokens(texts[0]), max_new_tokens=8, return_type="str", **GREEDY
+    ) == [solo[0]]
 
 
 def test_hooks_act_on_every_step_and_know_which_it_is(endless):
@@ -123,7 +143,12 @@ def test_the_cache_of_a_generation_is_that_of_the_finished_sequence(endless, cac
     calls = []
     handle = endless.original_model.register_forward_pre_hook(lambda *a: calls.append(1))
     made, cache, prompt = endless.generate(
-        SOME, max_new_tokens=6, return_cache=True, return_input_tokens=True, use_past_kv_cache=caching, **GREEDY
+        SOME,
+        max_new_tokens=6,
+        return_cache=True,
+        return_input_tokens=True,
+        use_past_kv_cache=caching,
+        **GREEDY,
     )
     handle.remove()
     assert len(calls) == 6
@@ -133,7 +158,12 @@ def test_the_cache_of_a_generation_is_that_of_the_finished_sequence(endless, cac
     for name in expected:
         torch.testing.assert_close(cache[name], expected[name], atol=2e-5, rtol=1e-4, msg=name)
     _, some = endless.generate(
-        SOME, max_new_tokens=2, return_cache=True, names_filter="hook_embed", device="meta", **GREEDY
+        SOME,
+        max_new_tokens=2,
+        return_cache=True,
+        names_filter="hook_embed",
+        device="meta",
+        **GREEDY,
     )
     assert list(some) == ["hook_embed"] and some["hook_embed"].is_meta
     assert torch_hooks(endless.original_model) == 0
@@ -141,16 +171,26 @@ def test_the_cache_of_a_generation_is_that_of_the_finished_sequence(endless, cac
 
 @torch.no_grad()
 def test_the_cache_of_points_whose_steps_are_of_other_lengths():
-    """Keys that are made anew from a latent, for the past too; logits of a prompt; the rows of an expert."""
+    """Keys that are made anew from a latent, for the past too; logits of a prompt; the rows of an
+    expert.
+    """
     bridge = TransformerBridge(tiny_model("deepseek_v3"))
     names = ["blocks.0.attn.hook_k", "blocks.1.attn.hook_v", "unembed.hook_in"]
-    options = {"max_new_tokens": 4, "return_cache": True, "return_type": "tokens", "stop_at_eos": False, **GREEDY}
+    options = {
+        "max_new_tokens": 4,
+        "return_cache": True,
+        "return_type": "tokens",
+        "stop_at_eos": False,
+        **GREEDY,
+    }
     made, cache = bridge.generate(SOME, names_filter=names, **options)
     _, whole = bridge.run_with_cache(made[:, :-1], names_filter=names)
     for name in names:
         torch.testing.assert_close(cache[name], whole[name], atol=1e-5, rtol=1e-4)
     rows = [f"blocks.1.mlp.experts.{expert}.hook_in" for expert in range(4)]
-    with pytest.raises(ValueError, match=r"experts\.0\.hook_in.* do not make those of the sequence"):
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.hook_in.* do not make those of the sequence"
+    ):
         bridge.generate(SOME, names_filter=rows, **options)
     made, cache = bridge.generate(SOME, names_filter=rows, use_past_kv_cache=False, **options)
     _, whole = bridge.run_with_cache(made[:, :-1], names_filter=rows)
@@ -160,27 +200,49 @@ def test_the_cache_of_points_whose_steps_are_of_other_lengths():
 
 @torch.no_grad()
 def test_rows_are_left_out_where_they_were_not_named(caplog):
-    """The rows of an expert; in a prompt of one token each step has as many of them as the others."""
+    """The rows of an expert; in a prompt of one token each step has as many of them as the
+    others.
+    """
     bridge, rows = TransformerBridge(tiny_model("mixtral")), "blocks.0.mlp.experts.0.hook_in"
-    options = {"max_new_tokens": 3, "return_cache": True, "return_type": "tokens", "stop_at_eos": False, **GREEDY}
+    options = {
+        "max_new_tokens": 3,
+        "return_cache": True,
+        "return_type": "tokens",
+        "stop_at_eos": False,
+        **GREEDY,
+    }
     for prompt in (SOME, SOME[:, :1]):
-        made, cache = bridge.generate(prompt, names_filter=lambda name: name in (rows, "hook_embed"), **options)
+        made, cache = bridge.generate(
+            prompt, names_filter=lambda name: name in (rows, "hook_embed"), **options
+        )
         _, whole = bridge.run_with_cache(made[:, :-1], names_filter="hook_embed")
-        assert list(cache) == ["hook_embed"] and torch.equal(cache["hook_embed"], whole["hook_embed"])
+        assert list(cache) == ["hook_embed"] and torch.equal(
+            cache["hook_embed"], whole["hook_embed"]
+        )
         assert f"{rows} has rows of each step" in caplog.text
         for only in (rows, lambda name: name == rows):
-            with pytest.raises(ValueError, match=r"experts\.0\.hook_in: their rows at each step do not make those"):
+            with pytest.raises(
+                ValueError, match=r"experts\.0\.hook_in: their rows at each step do not make those"
+            ):
                 bridge.generate(prompt, names_filter=only, **options)
         caplog.clear()
     bridge.generate(SOME, names_filter=lambda name: "mlp" in name, **options)
-    assert f"{rows}, " in caplog.text and "more: each has rows of each step" in caplog.text and len(caplog.text) < 500
+    assert (
+        f"{rows}, " in caplog.text
+        and "more: each has rows of each step" in caplog.text
+        and len(caplog.text) < 500
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["qwen3_next", "olmo_hybrid"])
 def test_what_a_norm_of_a_linear_attention_makes_is_kept_by_position(model_type):
     bridge = TransformerBridge(tiny_model(model_type))
-    name = next(name for name in bridge.hook_dict if name.startswith("blocks.0.mixer") and name.endswith("norm"))
+    name = next(
+        name
+        for name in bridge.hook_dict
+        if name.startswith("blocks.0.mixer") and name.endswith("norm")
+    )
     made, cache = bridge.generate(
         SOME, max_new_tokens=3, return_cache=True, return_type="tokens", stop_at_eos=False, **GREEDY
     )
@@ -192,19 +254,30 @@ def test_what_a_norm_of_a_linear_attention_makes_is_kept_by_position(model_type)
 def test_the_cache_of_padded_prompts(embedded):
     texts = ["Mary", "Mary and John went"]
     made, cache, _ = embedded.generate(
-        texts, max_new_tokens=5, return_cache=True, return_input_tokens=True, return_type="tokens", stop_at_eos=False,
+        texts,
+        max_new_tokens=5,
+        return_cache=True,
+        return_input_tokens=True,
+        return_type="tokens",
+        stop_at_eos=False,
         **GREEDY,
-    )  # fmt: skip
+    )
     for i, text in enumerate(texts):
         n = embedded.to_tokens(text).shape[1] + 4
         _, solo = embedded.run_with_cache(made[i : i + 1, -n - 1 : -1])
-        for name in ("blocks.2.hook_resid_post", "blocks.0.attn.hook_rot_k", "blocks.3.mlp.hook_post"):
+        for name in (
+            "blocks.2.hook_resid_post",
+            "blocks.0.attn.hook_rot_k",
+            "blocks.3.mlp.hook_post",
+        ):
             torch.testing.assert_close(cache[name][i, -n:], solo[name][0], atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(cache["pattern", 1][i, :, -n:, -n:], solo["pattern", 1][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            cache["pattern", 1][i, :, -n:, -n:], solo["pattern", 1][0], atol=1e-5, rtol=1e-4
+        )
 
 
 def test_caches_that_cannot_be_had(endless):
-    with pytest.raises(ValueError, match="return_cache cannot be had with num_beams"):
+    with pytest.raises(ValueError, match="return_cache is not available with num_beams"):
         endless.generate(SOME, num_beams=2, return_cache=True, **GREEDY)
 
 
@@ -215,7 +288,9 @@ def test_driving_it_oneself(endless):
     for _ in range(3):
         token = logits[:, -1].argmax(-1, keepdim=True)
         made = torch.cat([made, token], -1)
-        (logits, past), cache = endless.run_with_cache(token, past_key_values=past, return_type="logits_and_cache")
+        (logits, past), cache = endless.run_with_cache(
+            token, past_key_values=past, return_type="logits_and_cache"
+        )
         cached.append(cache["resid_post", 2])
     assert torch.equal(made, endless.generate(SOME, max_new_tokens=3, **GREEDY))
     whole = endless.run_with_cache(made)[1]["resid_post", 2]
@@ -234,7 +309,9 @@ def test_endings(endless):
     at_once = ends_at(endless.original_model, first)
     one = at_once.generate(SOME[:1], max_new_tokens=8, **GREEDY)
     assert torch.equal(one, made[:1, :6])
-    assert torch.equal(at_once.generate(SOME[:1], max_new_tokens=8, stop_at_eos=False, **GREEDY), made[:1])
+    assert torch.equal(
+        at_once.generate(SOME[:1], max_new_tokens=8, stop_at_eos=False, **GREEDY), made[:1]
+    )
     never_ending(endless.original_model)
     early = endless.generate(SOME, max_new_tokens=8, eos_token_id=third, **GREEDY)
     stop = made[0].tolist().index(third, 5) + 1
@@ -242,7 +319,10 @@ def test_endings(endless):
     assert (early[0, stop:] == 0).all()
     if third not in made[1, 5:].tolist():
         assert torch.equal(early[1], made[1])
-    assert torch.equal(endless.generate(SOME[:1], max_new_tokens=8, eos_token_id=[first, 60], **GREEDY), made[:1, :6])
+    assert torch.equal(
+        endless.generate(SOME[:1], max_new_tokens=8, eos_token_id=[first, 60], **GREEDY),
+        made[:1, :6],
+    )
 
 
 @pytest.mark.unchecked
@@ -250,12 +330,22 @@ def test_stopping_criteria_and_strings(embedded):
     prompt = "When Mary and John went to the store, John gave a drink to"
     whole = embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, **GREEDY)
     made = whole[len(prompt) :]
-    stop = made.split(".")[0][-3:] + "."  # the end of a word and the full stop: two tokens, and part of the first
-    cut = embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=stop, **GREEDY)
+    stop = (
+        made.split(".")[0][-3:] + "."
+    )  # the end of a word and the full stop: two tokens, and part of the first
+    cut = embedded.generate(
+        prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=stop, **GREEDY
+    )
     assert cut == whole[: whole.index(stop, len(prompt)) + len(stop)]
     assert cut == embedded.generate(prompt, max_new_tokens=12, stop_strings=["zzz", stop], **GREEDY)
-    assert "".join(embedded.generate_stream(prompt, max_new_tokens=12, stop_strings=stop, **GREEDY)) == cut
-    assert embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=[], **GREEDY) == whole
+    assert (
+        "".join(embedded.generate_stream(prompt, max_new_tokens=12, stop_strings=stop, **GREEDY))
+        == cut
+    )
+    assert (
+        embedded.generate(prompt, max_new_tokens=12, stop_at_eos=False, stop_strings=[], **GREEDY)
+        == whole
+    )
     for empty in ("", [""]):
         with pytest.raises(ValueError, match="none of them empty"):
             embedded.generate(prompt, stop_strings=empty, **GREEDY)
@@ -268,7 +358,12 @@ def test_stopping_criteria_and_strings(embedded):
             return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
 
     for given in (After(), [After()]):
-        assert embedded.generate(prompt, stopping_criteria=given, return_type="tokens", **GREEDY).shape[1] == 17
+        assert (
+            embedded.generate(
+                prompt, stopping_criteria=given, return_type="tokens", **GREEDY
+            ).shape[1]
+            == 17
+        )
 
 
 def test_frequency_penalty(endless):
@@ -306,12 +401,17 @@ def test_embeddings_as_a_prompt(endless):
 def test_the_context_limit(endless):
     full = torch.full((1, 38), 3)
     assert endless.generate(full, max_new_tokens=2, **GREEDY).shape == (1, 40)
-    with pytest.raises(ValueError, match=r"has 38 tokens and max_new_tokens=3; .* context of 40: there is room for 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"has 38 tokens and max_new_tokens=3; .* context of 40: there is room for 2",
+    ):
         endless.generate(full, max_new_tokens=3, **GREEDY)
 
 
 def test_empty_prompts(embedded):
-    assert embedded.generate(max_new_tokens=3, **GREEDY) == embedded.generate("", max_new_tokens=3, **GREEDY)
+    assert embedded.generate(max_new_tokens=3, **GREEDY) == embedded.generate(
+        "", max_new_tokens=3, **GREEDY
+    )
     assert embedded.generate("", max_new_tokens=3, return_type="tokens", **GREEDY).shape == (1, 4)
     with pytest.raises(ValueError, match="an empty text gives no tokens"):
         embedded.generate("", prepend_bos=False, **GREEDY)
@@ -321,7 +421,9 @@ def test_empty_prompts(embedded):
 
 @pytest.mark.unchecked
 def test_errors(endless):
-    with pytest.raises(TypeError, match=r"'max_new_token' is an argument of neither.*max_new_tokens"):
+    with pytest.raises(
+        TypeError, match=r"'max_new_token' is an argument of neither.*max_new_tokens"
+    ):
         endless.generate(SOME, max_new_token=3, **GREEDY)
     with pytest.raises(ValueError, match="return_type is 'text'"):
         endless.generate(SOME, return_type="text", **GREEDY)
@@ -337,7 +439,10 @@ def test_errors(endless):
     def fail(x, hook):
         raise RuntimeError("deliberate")
 
-    with pytest.raises(RuntimeError, match="deliberate"), endless.hooks(fwd_hooks=[("hook_embed", fail)]):
+    with (
+        pytest.raises(RuntimeError, match="deliberate"),
+        endless.hooks(fwd_hooks=[("hook_embed", fail)]),
+    ):
         endless.generate(SOME, return_cache=True, **GREEDY)
     assert endless.step is None
     assert torch_hooks(endless.original_model) == 0
@@ -367,14 +472,18 @@ def test_encoder_decoder():
     torch.manual_seed(0)
     model = never_ending(T5ForConditionalGeneration(config).eval())
     bridge = TransformerBridge(model)
-    expected = model.generate(SOME, attention_mask=torch.ones_like(SOME), max_new_tokens=6, do_sample=False)
+    expected = model.generate(
+        SOME, attention_mask=torch.ones_like(SOME), max_new_tokens=6, do_sample=False
+    )
     made, cache = bridge.generate(SOME, max_new_tokens=6, return_cache=True, **GREEDY)
     assert torch.equal(made, expected)
     _, whole = bridge.run_with_cache(SOME, decoder_input_ids=made[:, :-1])
     assert set(whole) == set(cache)
     for name in whole:
         torch.testing.assert_close(cache[name], whole[name], atol=2e-5, rtol=1e-4, msg=name)
-    assert torch.equal(torch.cat(list(bridge.generate_stream(SOME, max_new_tokens=6, **GREEDY)), -1), expected)
+    assert torch.equal(
+        torch.cat(list(bridge.generate_stream(SOME, max_new_tokens=6, **GREEDY)), -1), expected
+    )
 
 
 def test_a_sliding_window_whose_cache_forgets():
@@ -382,9 +491,15 @@ def test_a_sliding_window_whose_cache_forgets():
 
     torch.manual_seed(0)
     config = MistralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=61, max_position_embeddings=40, sliding_window=4,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=61,
+        max_position_embeddings=40,
+        sliding_window=4,
+    )
     bridge = TransformerBridge(never_ending(MistralForCausalLM(config).eval()))
     made, cache = bridge.generate(SOME, max_new_tokens=8, return_cache=True, **GREEDY)
     _, whole = bridge.run_with_cache(made[:, :-1])
@@ -395,10 +510,14 @@ def test_a_sliding_window_whose_cache_forgets():
 def test_a_state_of_fixed_size():
     torch.manual_seed(0)
     bridge = TransformerBridge(
-        never_ending(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61)).eval())
+        never_ending(
+            GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61)).eval()
+        )
     )
     expected = bridge.generate(SOME, max_new_tokens=5, **GREEDY)
-    made, cache = bridge.generate(SOME, max_new_tokens=5, cache_implementation="static", return_cache=True, **GREEDY)
+    made, cache = bridge.generate(
+        SOME, max_new_tokens=5, cache_implementation="static", return_cache=True, **GREEDY
+    )
     assert torch.equal(made, expected)
     _, whole = bridge.run_with_cache(made[:, :-1])
     for name in whole:
@@ -412,7 +531,9 @@ def test_not_stopping_at_eos_makes_no_padding_of_it():
     bridge = TransformerBridge(model)
     tokens = torch.tensor([[0, 5, 9, 3, 8]])
     for stop in (True, False):
-        out = bridge.generate(tokens, max_new_tokens=1, stop_at_eos=stop, output_logits=True, **GREEDY)
+        out = bridge.generate(
+            tokens, max_new_tokens=1, stop_at_eos=stop, output_logits=True, **GREEDY
+        )
         torch.testing.assert_close(out.logits[0], bridge(tokens)[:, -1])
 
 
@@ -422,7 +543,9 @@ def test_the_room_for_new_tokens_is_the_whole_context(embedded):
     prompt = torch.randint(0, 61, (2, 37), generator=torch.Generator().manual_seed(0))
     prompt = bridge.original_model.get_input_embeddings()(prompt).detach() if embedded else prompt
     assert bridge.generate(prompt, max_new_tokens=3, **GREEDY).shape[0] == 2
-    with pytest.raises(ValueError, match=r"the prompt has 37 tokens and max_new_tokens=4.*room for 3 new tokens"):
+    with pytest.raises(
+        ValueError, match=r"the prompt has 37 tokens and max_new_tokens=4.*room for 3 new tokens"
+    ):
         bridge.generate(prompt, max_new_tokens=4, **GREEDY)
 
 
@@ -435,7 +558,9 @@ def test_what_generate_compiles_by_itself_on_an_accelerator(tokens):
     compiled._compile_all_devices = True
     plain = bridge.generate(tokens, **options)
     options |= {"cache_implementation": "static", "compile_config": compiled}
-    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]
+    ):
         assert torch.equal(bridge.generate(tokens, **options), plain)  # and torch warns of nothing
     assert steps == list(range(4))
     assert torch.equal(bridge.generate(tokens, **options), plain)

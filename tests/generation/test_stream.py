@@ -1,4 +1,6 @@
-"""Streams: pieces that join to exactly what `generate` returns, and that stop when the reader does."""
+"""Streams: pieces that join to exactly what `generate` returns, and that stop when the reader
+does.
+"""
 
 import threading
 
@@ -17,7 +19,9 @@ def test_pieces_join(embedded):
     pieces = list(embedded.generate_stream(prompt, max_new_tokens=10, stop_at_eos=False, **GREEDY))
     assert pieces[0] == prompt
     assert len(pieces) > 3
-    assert "".join(pieces) == embedded.generate(prompt, max_new_tokens=10, stop_at_eos=False, **GREEDY)
+    assert "".join(pieces) == embedded.generate(
+        prompt, max_new_tokens=10, stop_at_eos=False, **GREEDY
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -25,11 +29,21 @@ def test_several_rows(embedded, side):
     texts = ["Mary", "When Mary and John went to the store, John", "Mary and John went"]
     options = {"max_new_tokens": 8, "padding_side": side, **GREEDY}
     pieces = list(embedded.generate_stream(texts, **options))
-    assert ["".join(piece[i] for piece in pieces) for i in range(3)] == embedded.generate(texts, **options)
-    tokens = torch.cat(
-        list(embedded.generate_stream(texts, return_type="tokens", **(options | {"padding_side": "left"}))), -1
+    assert ["".join(piece[i] for piece in pieces) for i in range(3)] == embedded.generate(
+        texts, **options
     )
-    assert torch.equal(tokens, embedded.generate(texts, return_type="tokens", **(options | {"padding_side": "left"})))
+    tokens = torch.cat(
+        list(
+            embedded.generate_stream(
+                texts, return_type="tokens", **(options | {"padding_side": "left"})
+            )
+        ),
+        -1,
+    )
+    assert torch.equal(
+        tokens,
+        embedded.generate(texts, return_type="tokens", **(options | {"padding_side": "left"})),
+    )
 
 
 def test_characters_of_several_bytes_are_never_split():
@@ -46,7 +60,9 @@ def test_characters_of_several_bytes_are_never_split():
 def test_the_model_stops_when_the_reader_does(embedded):
     calls, before = [], threading.active_count()
     handle = embedded.original_model.register_forward_pre_hook(lambda *a: calls.append(1))
-    for i, _ in enumerate(embedded.generate_stream("Mary", max_new_tokens=100, stop_at_eos=False, **GREEDY)):
+    for i, _ in enumerate(
+        embedded.generate_stream("Mary", max_new_tokens=100, stop_at_eos=False, **GREEDY)
+    ):
         if i == 2:
             break
     handle.remove()
@@ -63,15 +79,20 @@ def test_errors_come_where_the_stream_is_read(embedded):
     def fail(x, hook):
         raise RuntimeError("deliberate")
 
-    before = torch_hooks(embedded.original_model)  # transformers' own, where its hidden states were once asked for
-    with embedded.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", fail)]), pytest.raises(RuntimeError, match="deliberate"):
+    before = torch_hooks(
+        embedded.original_model
+    )  # transformers' own, where its hidden states were once asked for
+    with (
+        embedded.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", fail)]),
+        pytest.raises(RuntimeError, match="deliberate"),
+    ):
         list(embedded.generate_stream("Mary", **GREEDY))
     assert torch_hooks(embedded.original_model) == before
     with pytest.raises(ValueError, match="return_cache is not for a stream"):
         embedded.generate_stream("Mary", return_cache=True)
     with pytest.raises(TypeError, match="'max_new_token'"):
         embedded.generate_stream("Mary", max_new_token=3)
-    with pytest.raises(ValueError, match="cannot be padded behind"):
+    with pytest.raises(ValueError, match="cannot be right-padded"):
         embedded.generate_stream(["Mary", "Mary and"], return_type="tokens", padding_side="right")
 
 
@@ -80,7 +101,10 @@ def test_without_a_tokenizer():
     tokens = torch.tensor([[1, 2, 3]])
     pieces = list(bridge.generate_stream(tokens, max_new_tokens=4, stop_at_eos=False, **GREEDY))
     assert [piece.shape for piece in pieces] == [(1, 3), (1, 1), (1, 1), (1, 1), (1, 1)]
-    assert torch.equal(torch.cat(pieces, -1), bridge.generate(tokens, max_new_tokens=4, stop_at_eos=False, **GREEDY))
+    assert torch.equal(
+        torch.cat(pieces, -1),
+        bridge.generate(tokens, max_new_tokens=4, stop_at_eos=False, **GREEDY),
+    )
 
 
 def test_hooks_of_other_threads_are_not_seen(embedded):
@@ -88,7 +112,9 @@ def test_hooks_of_other_threads_are_not_seen(embedded):
     with embedded.hooks(fwd_hooks=[("blocks.2.hook_resid_post", lambda x, hook: x * -1)]):
         results = []
         thread = threading.Thread(
-            target=lambda: results.append("".join(embedded.generate_stream("Mary", max_new_tokens=6, **GREEDY)))
+            target=lambda: results.append(
+                "".join(embedded.generate_stream("Mary", max_new_tokens=6, **GREEDY))
+            )
         )
         thread.start()
         thread.join()
@@ -107,6 +133,8 @@ def test_what_the_reader_runs_between_two_pieces_is_no_part_of_the_stream(embedd
         pieces.append(piece)
         _, cache = embedded.run_with_cache("Mary and John")
         assert all(torch.equal(cache[name], expected[name]) for name in expected)
-        embedded.run_with_hooks("Mary", fwd_hooks=[("blocks.1.hook_resid_post", lambda x, hook: x * 0)])
+        embedded.run_with_hooks(
+            "Mary", fwd_hooks=[("blocks.1.hook_resid_post", lambda x, hook: x * 0)]
+        )
         embedded("Mary and John", stop_at_layer=2)
     assert "".join(pieces) == plain

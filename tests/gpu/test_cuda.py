@@ -11,10 +11,17 @@ from bridge import ActivationCache, TransformerBridge
 from tests.conftest import tiny
 
 TOKENS = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-NAMES = ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"]
+NAMES = [
+    "blocks.1.hook_resid_pre",
+    "blocks.1.attn.hook_q",
+    "blocks.1.attn.hook_pattern",
+    "blocks.1.attn.hook_z",
+]
 
 
-def on_gpu(family: str, dtype: torch.dtype = torch.float32, implementation: str = "sdpa") -> TransformerBridge:
+def on_gpu(
+    family: str, dtype: torch.dtype = torch.float32, implementation: str = "sdpa"
+) -> TransformerBridge:
     return TransformerBridge(tiny(family, implementation, dtype).cuda())
 
 
@@ -36,7 +43,9 @@ def test_half_precision_is_what_plain_torch_hooks_see(family: str, dtype: torch.
     handle.remove()
     with torch.no_grad():
         logits, cache = bridge.run_with_cache(TOKENS, names_filter="blocks.1.hook_resid_pre")
-        zeroed = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0)])
+        zeroed = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0)]
+        )
         handle = block.register_forward_pre_hook(lambda module, args: (args[0] * 0, *args[1:]))
         expected = bridge.original_model(TOKENS.cuda()).logits
         handle.remove()
@@ -49,7 +58,9 @@ def test_activations_and_gradients_are_the_cpus(family: str) -> None:
     cpu, gpu = TransformerBridge(tiny(family)), on_gpu(family)
     caches = []
     for bridge in (cpu, gpu):
-        caches.append(bridge.run_with_cache(TOKENS, names_filter=NAMES, incl_bwd=True, return_type="loss")[1])
+        caches.append(
+            bridge.run_with_cache(TOKENS, names_filter=NAMES, incl_bwd=True, return_type="loss")[1]
+        )
     for name in NAMES:
         for key in (name, f"{name}_grad"):
             torch.testing.assert_close(caches[1][key].cpu(), caches[0][key], atol=2e-4, rtol=1e-3)
@@ -74,8 +85,12 @@ def test_hooks_edit_gradients_on_autograds_own_thread(family: str) -> None:
     hooked = weight_gradients()
     first = [n for n in plain if ".0." in n]
     later = [n for n in plain if ".1." in n or ".2." in n]
-    assert first and all(torch.allclose(hooked[n], plain[n], atol=1e-5, rtol=1e-4) for n in first + later)
-    assert any(not torch.allclose(hooked[n], plain[n], atol=1e-6) for n in set(plain) - {*first, *later})
+    assert first and all(
+        torch.allclose(hooked[n], plain[n], atol=1e-5, rtol=1e-4) for n in first + later
+    )
+    assert any(
+        not torch.allclose(hooked[n], plain[n], atol=1e-6) for n in set(plain) - {*first, *later}
+    )
 
 
 def test_recomputed_blocks_run_under_the_hooks_of_their_forward() -> None:
@@ -91,12 +106,16 @@ def test_recomputed_blocks_run_under_the_hooks_of_their_forward() -> None:
         torch.testing.assert_close(results[1][name], gradient, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "more", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"]
+)
 def test_generation_under_hooks(more: dict[str, str]) -> None:
     bridge, steps = on_gpu("llama"), []
     options = {"max_new_tokens": 6, "do_sample": False, "verbose": False, "stop_at_eos": False}
     plain = bridge.generate(TOKENS, **options)
-    with bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: steps.append(bridge.step))]
+    ):
         hooked = bridge.generate(TOKENS, **options, **more)
     assert torch.equal(hooked, plain)
     assert steps == list(range(6))
@@ -113,7 +132,9 @@ def test_compiled_decoding_gives_way_to_hooks() -> None:
     bridge.original_model.forward = torch.compile(bridge.original_model.forward)
     assert torch.equal(bridge.generate(TOKENS, **compiled), plain)
     seen = []
-    with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: seen.append(x.shape))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: seen.append(x.shape))]
+    ):
         assert torch.equal(bridge.generate(TOKENS, **compiled), plain)
     assert len(seen) == 5
 
@@ -124,7 +145,9 @@ def test_a_model_that_is_offloaded_to_the_cpu(family: str) -> None:
     offloaded = tiny(family)
     accelerate.cpu_offload(offloaded, torch.device("cuda", 0))
     there = TransformerBridge(offloaded)
-    half = [("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)]  # GPT-NeoX's parts are parallel: no `resid_mid`
+    half = [
+        ("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)
+    ]  # GPT-NeoX's parts are parallel: no `resid_mid`
     with torch.no_grad():
         logits, cache = there.run_with_cache(TOKENS, names_filter=NAMES)
         right, expected = here.run_with_cache(TOKENS, names_filter=NAMES)
@@ -133,7 +156,9 @@ def test_a_model_that_is_offloaded_to_the_cpu(family: str) -> None:
             assert cache[name].is_cuda
             torch.testing.assert_close(cache[name].cpu(), expected[name], atol=2e-4, rtol=1e-3)
         edited = there.run_with_hooks(TOKENS, fwd_hooks=half).cpu()
-        torch.testing.assert_close(edited, here.run_with_hooks(TOKENS, fwd_hooks=half), atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            edited, here.run_with_hooks(TOKENS, fwd_hooks=half), atol=2e-4, rtol=1e-3
+        )
 
 
 def test_a_cache_comes_back_whole(family: str) -> None:

@@ -12,12 +12,17 @@ import torch
 from bridge.embedded import prompts
 
 RESID, Z, PATTERN = "blocks.2.hook_resid_post", "blocks.3.attn.hook_z", "blocks.1.attn.hook_pattern"
-TEXTS = [prompt.text for prompt in prompts("fact", 30)] + [prompt.text for prompt in prompts("ioi", 30)]
+TEXTS = [prompt.text for prompt in prompts("fact", 30)] + [
+    prompt.text for prompt in prompts("ioi", 30)
+]
 
 
 def read(folder: pathlib.Path) -> pa.Table:
     """All shards, by pyarrow alone."""
-    tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in sorted(folder.glob("shard-*.arrow"))]
+    tables = [
+        pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        for path in sorted(folder.glob("shard-*.arrow"))
+    ]
     return pa.concat_tables(tables)
 
 
@@ -40,6 +45,8 @@ def hidden(bridge: Any, rows: list[list[int]], layer: int) -> list[torch.Tensor]
     """The residual stream after a block, one input at a time, by Hugging Face alone."""
     with torch.no_grad():
         return [
-            bridge.original_model(torch.tensor([row]), output_hidden_states=True).hidden_states[layer + 1][0]
+            bridge.original_model(torch.tensor([row]), output_hidden_states=True).hidden_states[
+                layer + 1
+            ][0]
             for row in rows
         ]

@@ -1,8 +1,8 @@
 """Harvests in processes of their own, to be killed.
 
-``python -m tests.harvest.run_one`` imports everything once. For each line ``OUT TOKENS_PER_SHARD COPIES [NOTE]`` it
-starts a process that harvests and writes how many shards it made, into NOTE or beside OUT. It says the process's id,
-and then how it ended.
+``python -m tests.harvest.run_one`` imports everything once. For each line ``OUT TOKENS_PER_SHARD
+COPIES [NOTE]`` it starts a process that harvests and writes how many shards it made, into NOTE or
+beside OUT. It says the process's id, and then how it ended.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ def main() -> None:
         child = os.fork()
         if not child:
             report = harvest(
-                "embedded", TEXTS * int(copies), out=out, tokens_per_shard=int(per_shard), hook_points=[RESID, Z],
-                context_size=32, batch_size=4,
-            )  # fmt: skip
+                "embedded",
+                TEXTS * int(copies),
+                out=out,
+                tokens_per_shard=int(per_shard),
+                hook_points=[RESID, Z],
+                context_size=32,
+                batch_size=4,
+            )
             Path(*(note or [out + ".made"])).write_text(str(report.made))
             os._exit(0)
         print(child, flush=True)

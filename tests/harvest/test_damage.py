@@ -1,4 +1,6 @@
-"""What is on disk, or in a store, stays right: lost, cut and flipped files are told, and made again to equal bytes."""
+"""What is on disk, or in a store, stays right: lost, cut and flipped files are told, and made again
+to equal bytes.
+"""
 
 import contextlib
 import os
@@ -23,7 +25,9 @@ def content(url):
     store.invalidate_cache()
     if not store.exists(root):
         return {}
-    names = [name for name in store.ls(root, detail=False) if not name.endswith((".lock", "records"))]
+    names = [
+        name for name in store.ls(root, detail=False) if not name.endswith((".lock", "records"))
+    ]
     return {name.rpartition("/")[2]: store.cat_file(name) for name in names}
 
 
@@ -37,7 +41,11 @@ def server():
     """A server of S3's protocol on this machine."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     moto = pytest.importorskip("moto.server", reason="moto's server is not installed")
-    given = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    given = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     running = moto.ThreadedMotoServer(port=0)
     running.start()
     given["AWS_ENDPOINT_URL"] = "http://{}:{}".format(*running.get_host_and_port())
@@ -53,7 +61,9 @@ def server():
 STORES = [
     "here",
     "memory",
-    pytest.param("s3", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]),
+    pytest.param(
+        "s3", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+    ),
 ]
 
 
@@ -114,7 +124,9 @@ def test_a_flipped_bit_is_seen_when_its_shard_is_first_read(place):
     acts = Activations(place)
     acts[0]
     for read in (lambda: acts[130], lambda: list(acts.batches(64)), lambda: acts.statistics(RESID)):
-        with pytest.raises(HarvestError, match=f"{name} is damaged: its checksum is .* checksums=True"):
+        with pytest.raises(
+            HarvestError, match=f"{name} is damaged: its checksum is .* checksums=True"
+        ):
             read()
     put(place, name, data)
     assert len(list(acts.batches(1))) == len(acts)
@@ -123,7 +135,9 @@ def test_a_flipped_bit_is_seen_when_its_shard_is_first_read(place):
 def test_a_shard_is_compared_once_by_whoever_reads(tmp_path, monkeypatch):
     harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
     real, read = storage.checksum_of, []
-    monkeypatch.setattr(storage, "checksum_of", lambda path: (read.append(path.name), real(path))[1])
+    monkeypatch.setattr(
+        storage, "checksum_of", lambda path: (read.append(path.name), real(path))[1]
+    )
     acts = Activations(tmp_path / "a")
     for _ in range(2):
         for _ in acts.batches(50, shuffle=True):
@@ -155,7 +169,9 @@ def test_a_killed_repair_goes_on(place, monkeypatch):
         with pytest.raises(Stop):
             harvest("embedded", TEXTS, out=place, **KW)
         monkeypatch.undo()
-        monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(storage.Folder(place).scratch.parent.parent))
+        monkeypatch.setenv(
+            "TRANSFORMER_BRIDGE_CACHE", str(storage.Folder(place).scratch.parent.parent)
+        )
     harvest("embedded", TEXTS, out=place, **KW)
     assert content(place) == whole
 
@@ -180,7 +196,9 @@ def test_other_bytes_are_told(tmp_path, monkeypatch):
     harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
     (tmp_path / "a" / "shard-000001.arrow").unlink()
     monkeypatch.setattr(storage, "_PIECE_BYTES", 2**14)
-    with pytest.warns(UserWarning, match=r"shard-000001.arrow was lost, and is made again with other bytes"):
+    with pytest.warns(
+        UserWarning, match=r"shard-000001.arrow was lost, and is made again with other bytes"
+    ):
         harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
     assert check(tmp_path / "a").passed
 
@@ -207,9 +225,13 @@ def test_a_damaged_record_is_no_record(tmp_path):
 @pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_damaged_files_never_give_another_number(tmp_path, times, form):
     """The manifest and the shards: cut, flipped, with bytes between and without."""
-    harvest("embedded", TEXTS[:12], out=tmp_path / "a", format=form, **KW | {"hook_points": [RESID]})
+    harvest(
+        "embedded", TEXTS[:12], out=tmp_path / "a", format=form, **KW | {"hook_points": [RESID]}
+    )
     whole = content(tmp_path / "a")
-    expected = [(name, tensor) for name, tensor in Activations(tmp_path / "a").read(range(-60, 60)).items()]
+    expected = [
+        (name, tensor) for name, tensor in Activations(tmp_path / "a").read(range(-60, 60)).items()
+    ]
     rng, refused = random.Random(1), 0
     for _ in range(times):
         name = rng.choice(sorted(whole))
@@ -246,7 +268,9 @@ def test_a_store_is_read_through_a_folder_of_this_machine(tmp_path, monkeypatch)
     acts = Activations(place, cache=tmp_path / "cache")
     first = list(acts.batches(64, shuffle=True))
     kept = {path.name: path for path in (tmp_path / "cache").iterdir() if path.is_file()}
-    assert {path.stem for path in kept.values()} == {record.checksum for record in acts.manifest.shards}
+    assert {path.stem for path in kept.values()} == {
+        record.checksum for record in acts.manifest.shards
+    }
     store = fsspec.filesystem("memory")
     monkeypatch.setattr(type(store), "get_file", None)  # nothing is fetched twice
     again = Activations(place, cache=tmp_path / "cache")
@@ -256,7 +280,9 @@ def test_a_store_is_read_through_a_folder_of_this_machine(tmp_path, monkeypatch)
     # What went wrong in the folder is fetched again.
     for path in kept.values():
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    for a, b in zip(first, Activations(place, cache=tmp_path / "cache").batches(64, shuffle=True), strict=True):
+    for a, b in zip(
+        first, Activations(place, cache=tmp_path / "cache").batches(64, shuffle=True), strict=True
+    ):
         assert all(a[name].equal(b[name]) for name in a)
 
 
@@ -268,7 +294,9 @@ def test_urls_that_nobody_knows(tmp_path, embedded):
 
 
 def test_a_store_keeps_one_harvest_from_another(monkeypatch, tmp_path, embedded):
-    """Nothing locks a store: of two calls that begin at once, the one that comes second is refused."""
+    """Nothing locks a store: of two calls that begin at once, the one that comes second is
+    refused.
+    """
     monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(tmp_path / "kept"))
     place = f"memory://{uuid.uuid4().hex}/a"
     real = storage.Folder.strange
@@ -282,7 +310,10 @@ def test_a_store_keeps_one_harvest_from_another(monkeypatch, tmp_path, embedded)
     with pytest.raises(HarvestError, match="another process began a harvest in memory://"):
         harvest(embedded, TEXTS, out=place, **KW)
     assert content(place) == {"manifest.json": b"another's"}
-    with storage.Folder(place).locked(), pytest.raises(HarvestError, match="another process is harvesting"):
+    with (
+        storage.Folder(place).locked(),
+        pytest.raises(HarvestError, match="another process is harvesting"),
+    ):
         harvest(embedded, TEXTS, out=place, **KW)
 
 
@@ -292,14 +323,25 @@ def test_a_store_keeps_one_harvest_from_another(monkeypatch, tmp_path, embedded)
 def test_fifty_kills_and_damages(where, request, tmp_path, monkeypatch):
     """Killed at random moments, and damaged in between: equal bytes in the end."""
     monkeypatch.setenv("TRANSFORMER_BRIDGE_CACHE", str(tmp_path / "kept"))
-    place = str(tmp_path / "a") if where == "here" else f"{request.getfixturevalue('server')}/{uuid.uuid4().hex}"
+    place = (
+        str(tmp_path / "a")
+        if where == "here"
+        else f"{request.getfixturevalue('server')}/{uuid.uuid4().hex}"
+    )
     copies = 8
     harvest("embedded", TEXTS * copies, out=tmp_path / "whole", **KW)
-    whole = {name: data for name, data in content(tmp_path / "whole").items() if name != "manifest.json"}
+    whole = {
+        name: data for name, data in content(tmp_path / "whole").items() if name != "manifest.json"
+    }
     runner = subprocess.Popen(
-        [sys.executable, "-m", "tests.harvest.run_one"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.harvest.run_one"],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     rng, killed, seen = random.Random(0), 0, []
     with runner:
         for turn in range(51):
@@ -312,7 +354,9 @@ def test_fifty_kills_and_damages(where, request, tmp_path, monkeypatch):
                     os.kill(process, 9)
             status = int(runner.stdout.readline())
             killed += status == -9
-            there = {name: data for name, data in content(place).items() if name.startswith("shard-")}
+            there = {
+                name: data for name, data in content(place).items() if name.startswith("shard-")
+            }
             assert all(data == whole[name] for name, data in there.items() if name not in seen)
             if turn < 50 and there:
                 seen.append(rng.choice(sorted(there)))

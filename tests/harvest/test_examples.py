@@ -25,5 +25,7 @@ def test_linear_probe(capsys):
 
 
 def test_sparse_autoencoder(capsys):
-    pytest.importorskip("sae_lens", reason="SAELens is not installed (it wants an environment of its own)")
+    pytest.importorskip(
+        "sae_lens", reason="SAELens is not installed (it wants an environment of its own)"
+    )
     assert example("sparse_autoencoder").main(200, 200) > 0.7

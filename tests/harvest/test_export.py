@@ -22,9 +22,14 @@ from tests.harvest.common import RESID, TEXTS, Z
 def acts(request, embedded, tmp_path_factory):
     out = tmp_path_factory.mktemp("acts") / "a"
     harvest(
-        embedded, TEXTS[:20], hook_points=[RESID, Z], out=out, context_size=16, tokens_per_shard=100,
+        embedded,
+        TEXTS[:20],
+        hook_points=[RESID, Z],
+        out=out,
+        context_size=16,
+        tokens_per_shard=100,
         format=request.param,
-    )  # fmt: skip
+    )
     return Activations(out)
 
 
@@ -38,7 +43,9 @@ def test_datasets(acts):
     batch = next(iter(made.with_format("torch").iter(len(made))))
     assert torch.equal(batch[Z], expected[Z].float())
     some = acts.to_datasets(["token", RESID]).shuffle(seed=0)
-    assert some.column_names == ["token", RESID] and sorted(some["token"]) == sorted(expected["token"].tolist())
+    assert some.column_names == ["token", RESID] and sorted(some["token"]) == sorted(
+        expected["token"].tolist()
+    )
     with pytest.raises(HarvestError, match="there is no column"):
         acts.to_datasets(["tokens"])
 
@@ -51,7 +58,9 @@ def same_rows(acts, rows, columns):
         for name in columns:
             if name in (RESID, Z):
                 value = row[f"{name}.npy"]
-                assert value.dtype == np.float16 and np.array_equal(value, expected[name][number].numpy())
+                assert value.dtype == np.float16 and np.array_equal(
+                    value, expected[name][number].numpy()
+                )
     assert number + 1 == len(acts)
 
 
@@ -83,7 +92,9 @@ def test_tar_files_in_a_store(acts, tmp_path, monkeypatch):
     assert fsspec.open(f"{url}/{name}").open().read() == (tmp_path / "tars" / name).read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_webdataset_reads_them(acts, tmp_path):
     pytest.importorskip("webdataset", reason="webdataset is not installed")
     made = acts.to_webdataset(tmp_path, rows_per_file=37)
@@ -134,7 +145,11 @@ def test_features_that_mix_rows_are_refused(tmp_path, how, refused):
     basis.directions = torch.nn.Parameter(torch.eye(width))
     bridge.add_basis("blocks.0.hook_resid_post", "dirs", basis)
     call = lambda: harvest(
-        bridge, [[1, 2, 3], [4, 5]], hook_points=["blocks.0.hook_resid_post.dirs"], out=tmp_path / "a", context_size=4
+        bridge,
+        [[1, 2, 3], [4, 5]],
+        hook_points=["blocks.0.hook_resid_post.dirs"],
+        out=tmp_path / "a",
+        context_size=4,
     )
     if not refused:
         assert call().rows == 5

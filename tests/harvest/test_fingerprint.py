@@ -41,11 +41,29 @@ def test_functions():
     for one, other in same:
         assert of_value(one) == of_value(other)
     kinds = [
-        scaled(2), scaled(3), scaled(2.0), scaled("2"), scaled(None), scaled(torch.ones(2)), scaled(torch.ones(3)),
-        scaled([1, 2]), scaled([1, [2]]), scaled({"a": 1}), Scale(2), Scale(3), functools.partial(max, 2),
-        functools.partial(min, 2), scaled(torch.zeros(2)), scaled(torch.nn.Linear(2, 2)), lambda x, hook: x + 2,
-        lambda x, hook, extra=1: x + 2, scaled(scaled(2)), scaled(scaled(3)), torch.relu, len,
-    ]  # fmt: skip
+        scaled(2),
+        scaled(3),
+        scaled(2.0),
+        scaled("2"),
+        scaled(None),
+        scaled(torch.ones(2)),
+        scaled(torch.ones(3)),
+        scaled([1, 2]),
+        scaled([1, [2]]),
+        scaled({"a": 1}),
+        Scale(2),
+        Scale(3),
+        functools.partial(max, 2),
+        functools.partial(min, 2),
+        scaled(torch.zeros(2)),
+        scaled(torch.nn.Linear(2, 2)),
+        lambda x, hook: x + 2,
+        lambda x, hook, extra=1: x + 2,
+        scaled(scaled(2)),
+        scaled(scaled(3)),
+        torch.relu,
+        len,
+    ]
     assert len({of_value(kind) for kind in kinds}) == len(kinds)
 
 
@@ -69,10 +87,22 @@ def calling_itself(step):
 def test_arrays_methods_and_what_holds_itself():
     array = np.arange(6.0).reshape(2, 3)
     kinds = [
-        array, array + 1, array.T, array.astype(np.float32), Choice(2).first, Choice(2).last, Choice(3).first,
-        Choice(array).first, calling_itself(1), calling_itself(2), {1, 2}, {1, 3}, frozenset({1, 2}),
-        lambda x, hook: rearrange(x, "b p d -> p b d"), lambda x, hook: reduce(x, "b p d -> p b d", "sum"),
-    ]  # fmt: skip
+        array,
+        array + 1,
+        array.T,
+        array.astype(np.float32),
+        Choice(2).first,
+        Choice(2).last,
+        Choice(3).first,
+        Choice(array).first,
+        calling_itself(1),
+        calling_itself(2),
+        {1, 2},
+        {1, 3},
+        frozenset({1, 2}),
+        lambda x, hook: rearrange(x, "b p d -> p b d"),
+        lambda x, hook: reduce(x, "b p d -> p b d", "sum"),
+    ]
     assert len({of_value(kind) for kind in kinds}) == len(kinds)
     assert of_value(array.T) == of_value(np.ascontiguousarray(array.T))
     assert of_value(Choice(2).first) == of_value(Choice(2).first)
@@ -114,13 +144,23 @@ def test_a_tokenizer_that_was_used_is_the_same(embedded):
 
 
 def test_what_is_not_installed():
-    hidden = "import sys; sys.modules['xxhash'] = None; import importlib.util as u; f = u.find_spec; "
-    hidden += "u.find_spec = lambda name, *a: None if name == 'xxhash' else f(name, *a); import bridge.harvest"
+    hidden = (
+        "import sys; sys.modules['xxhash'] = None; import importlib.util as u; f = u.find_spec; "
+    )
+    hidden += (
+        "u.find_spec = lambda name, *a: None if name == 'xxhash' else f(name, *a); import"
+        " bridge.harvest"
+    )
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
-    assert 'ImportError: bridge.harvest needs xxhash: pip install "transformer-bridge[harvest]"' in done.stderr
+    assert (
+        'ImportError: bridge.harvest needs xxhash: pip install "transformer-bridge[harvest]"'
+        in done.stderr
+    )
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
 def test_other_adapters_at_work_are_another_model():
     from peft import LoraConfig, get_peft_model
 
@@ -139,3 +179,21 @@ def test_other_adapters_at_work_are_another_model():
     found.append(of_model(bridge))
     assert len({each["adapters at work"] for each in found}) == len(found)
     assert "adapters at work" not in of_model(TransformerBridge(tiny("llama")))
+
+
+def test_a_model_is_told_by_its_numbers_and_the_users_torch_hooks():
+    def twice(module, args, output):
+        return output * 2
+
+    bridge = TransformerBridge(tiny("llama"))
+    model = bridge.original_model
+    before = of_model(bridge)
+    model.model.norm.variance_epsilon = 0.5
+    assert of_model(bridge)["weights"] != before["weights"]
+    model.model.norm.variance_epsilon = model.config.rms_norm_eps
+    assert of_model(bridge) == before
+    handle = model.model.layers[0].register_forward_hook(twice)
+    assert set(of_model(bridge)) - set(before) == {"torch hooks"}
+    handle.remove()
+    bridge.add_hook("blocks.0.hook_resid_post", lambda x, hook: x)
+    assert of_model(bridge) == before

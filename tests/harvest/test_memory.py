@@ -22,8 +22,9 @@ def source(documents):
 def run(what, out, documents):
     torch.set_num_threads(1)
     if what == "harvest":
-        harvest("embedded", source(documents), hook_points=["blocks.0.hook_resid_post"], out=out, context_size=64,
-                tokens_per_shard=2**14, batch_size=16, prepend_bos=False, dtype="float32")
+        harvest("embedded", source(documents), hook_points=["blocks.0.hook_resid_post"], out=out,
+                context_size=64, tokens_per_shard=2**14,
+                batch_size=16, prepend_bos=False, dtype="float32")
     elif what == "shuffle":
         for batch in Activations(out).batches(1024, shuffle=True, memory=2**24):
             pass
@@ -59,11 +60,18 @@ def test_memory_is_constant_at_two_sizes(tmp_path):
     jobs = [(what, name) for what in ("harvest", "shuffle", "statistics") for name in sizes]
     lines = "".join(f"{what} {tmp_path / name} {sizes[name]}\n" for what, name in jobs)
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE], input=lines, check=True, capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", MEASURE],
+        input=lines,
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     peaks = dict(zip(jobs, map(int, done.stdout.split()), strict=True))
-    stored = {name: sum(f.stat().st_size for f in (tmp_path / name).glob("shard-*")) for name in sizes}
+    stored = {
+        name: sum(f.stat().st_size for f in (tmp_path / name).glob("shard-*")) for name in sizes
+    }
     print({job: peak / 1e6 for job, peak in peaks.items()}, stored)
     apart = stored["large"] - stored["small"]
     assert apart > 90e6

@@ -18,7 +18,8 @@ psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 KW = {"hook_points": [RESID, Z], "context_size": 32, "batch_size": 4, "tokens_per_shard": 128}
 RAY = KW | {"engine": "ray", "workers": 2}
 pytestmark = [
-    # Ray sends functions to its workers. Those that check their annotations cannot be sent; `make slow` has others.
+    # Ray sends functions to its workers. Those that check their annotations cannot be sent; `make
+    # slow` has others.
     pytest.mark.skipif(not os.environ.get("UNCHECKED"), reason="annotations are checked"),
     # Ray's own: changes that it announces for later, and sockets that it leaves to the collector.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -32,9 +33,12 @@ pytestmark = [
 def cluster():
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
         runtime_env={"env_vars": {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1"}},
-    )  # fmt: skip
+    )
     yield
     ray.shutdown()
 
@@ -71,9 +75,11 @@ def test_a_bridge_functions_and_a_ray_data_set(cluster, embedded, tmp_path):
         return x * 0.5
 
     kw = {
-        "interventions": [("blocks.0.hook_mlp_out", half)], "rows": "mean", "pack": False,
+        "interventions": [("blocks.0.hook_mlp_out", half)],
+        "rows": "mean",
+        "pack": False,
         "reduce": {Z: Project(torch.ones(4, 32, 3))},
-    }  # fmt: skip
+    }
     harvest(embedded, TEXTS, out=tmp_path / "local", **KW | kw)
     source = ray.data.from_items([{"text": text} for text in TEXTS])
     harvest(embedded, source, out=tmp_path / "ray", **RAY | kw)
@@ -87,7 +93,9 @@ def workers():
         try:
             if any("MapWorker" in part for part in process.cmdline()):
                 found.append(process)
-        except psutil.NoSuchProcess:  # it ended since; one whose end nobody has noticed is such a one, too
+        except (
+            psutil.NoSuchProcess
+        ):  # it ended since; one whose end nobody has noticed is such a one, too
             continue
     return found
 
@@ -126,5 +134,7 @@ def test_errors(cluster, embedded, tmp_path):
         harvest(embedded, [[1, 2], [1, 100_000]], out=tmp_path / "a", **RAY)
     with pytest.raises(HarvestError, match="document 1 is int"):
         harvest(embedded, iter([[1, 2], 3]), out=tmp_path / "b", **RAY)
-    with pytest.raises(HarvestError, match="5 workers with 1 CPU each need 5; the Ray cluster has 2"):
+    with pytest.raises(
+        HarvestError, match="5 workers with 1 CPU each need 5; the Ray cluster has 2"
+    ):
         harvest(embedded, [[1, 2]], out=tmp_path / "c", **RAY | {"workers": 5})

@@ -12,8 +12,14 @@ from tests.harvest.common import RESID, TEXTS, Z
 def folder(request, embedded, tmp_path_factory):
     out = tmp_path_factory.mktemp("acts") / "a"
     harvest(
-        embedded, TEXTS, hook_points=[RESID, Z], out=out, context_size=16, tokens_per_shard=200, format=request.param
-    )  # fmt: skip
+        embedded,
+        TEXTS,
+        hook_points=[RESID, Z],
+        out=out,
+        context_size=16,
+        tokens_per_shard=200,
+        format=request.param,
+    )
     return out
 
 
@@ -38,7 +44,9 @@ def test_datasets(folder, expected, tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     datasets.disable_progress_bars()
     kind = "parquet" if files(folder)[0].endswith("parquet") else "arrow"
-    found = datasets.load_dataset(kind, data_files=files(folder), split="train", cache_dir=str(tmp_path))
+    found = datasets.load_dataset(
+        kind, data_files=files(folder), split="train", cache_dir=str(tmp_path)
+    )
     assert found["token"][:] == expected["token"].tolist()
     np.testing.assert_array_equal(np.array(found[RESID][:]), expected[RESID].numpy())
     np.testing.assert_array_equal(np.array(found[Z][:]), expected[Z].numpy())
@@ -47,7 +55,9 @@ def test_datasets(folder, expected, tmp_path):
 def test_polars(folder, expected):
     polars = pytest.importorskip("polars", reason="polars is not installed")
     parquet = files(folder)[0].endswith("parquet")
-    table = polars.concat([(polars.read_parquet if parquet else polars.read_ipc)(path) for path in files(folder)])
+    table = polars.concat(
+        [(polars.read_parquet if parquet else polars.read_ipc)(path) for path in files(folder)]
+    )
     assert table["token"].to_list() == expected["token"].tolist()
     np.testing.assert_array_equal(np.array(table[RESID].to_list()), expected[RESID].numpy())
     np.testing.assert_array_equal(np.array(table[Z].to_list()), expected[Z].numpy())
@@ -67,8 +77,12 @@ def test_duckdb_reads_parquet(folder, expected):
 def test_duckdb_reads_arrow_in_float32(embedded, tmp_path):
     """DuckDB has no half-precision type for Arrow tables; docs/harvest.md says so."""
     duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
-    harvest(embedded, TEXTS[:9], hook_points=[Z], out=tmp_path / "a", context_size=16, dtype="float32")
+    harvest(
+        embedded, TEXTS[:9], hook_points=[Z], out=tmp_path / "a", context_size=16, dtype="float32"
+    )
     table = pyarrow.dataset.dataset(files(tmp_path / "a"), format="ipc")
     with duckdb.connect() as connection:
         rows = connection.from_arrow(table).project(f'"{Z}"').fetchall()
-    np.testing.assert_array_equal(np.array([row[0] for row in rows], np.float32), Activations(tmp_path / "a")[:][Z])
+    np.testing.assert_array_equal(
+        np.array([row[0] for row in rows], np.float32), Activations(tmp_path / "a")[:][Z]
+    )

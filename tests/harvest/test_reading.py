@@ -16,8 +16,14 @@ def folder(request, embedded, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(shards, "_PIECE_BYTES", 2**15)
     harvest(
-        embedded, TEXTS, hook_points=[RESID, Z], out=out, context_size=16, tokens_per_shard=200, format=request.param
-    )  # fmt: skip
+        embedded,
+        TEXTS,
+        hook_points=[RESID, Z],
+        out=out,
+        context_size=16,
+        tokens_per_shard=200,
+        format=request.param,
+    )
     patch.undo()
     return out
 
@@ -38,13 +44,17 @@ def keys(batch):
 def test_length_and_random_access(folder, table):
     acts = Activations(folder)
     assert len(acts) == len(table)
-    assert repr(acts).startswith(f"Activations({folder}: {len(table):,} rows; ") and f"{Z} [4, 32]" in repr(acts)
+    assert repr(acts).startswith(
+        f"Activations({folder}: {len(table):,} rows; "
+    ) and f"{Z} [4, 32]" in repr(acts)
     expected = numbers(table, Z)
     assert acts._piece < 200 and len(acts.manifest.shards) > 3
     rng = np.random.default_rng(0)
     for rows in (rng.integers(-len(acts), len(acts), 60), [len(acts) - 1, 0, 0, -1], []):
         found = acts.read(rows)
-        np.testing.assert_array_equal(found[Z].numpy(), expected[np.asarray(rows, int)].astype(np.float16))
+        np.testing.assert_array_equal(
+            found[Z].numpy(), expected[np.asarray(rows, int)].astype(np.float16)
+        )
         assert found["token"].tolist() == [table.column("token")[int(row)].as_py() for row in rows]
     assert acts[7][Z].shape == (4, 32)
     assert torch.equal(acts[3:40:5][RESID], acts.read(range(3, 40, 5))[RESID])
@@ -60,7 +70,9 @@ def test_in_order(folder, table):
     acts = Activations(folder)
     batches = list(acts.batches(33))
     assert [len(batch["token"]) for batch in batches[:-1]] == [33] * (len(batches) - 1)
-    np.testing.assert_array_equal(torch.cat([b[RESID] for b in batches]).numpy(), numbers(table, RESID))
+    np.testing.assert_array_equal(
+        torch.cat([b[RESID] for b in batches]).numpy(), numbers(table, RESID)
+    )
     dropped = list(acts.batches(33, drop_last=True))
     assert len(dropped) == len(acts) // 33
 
@@ -68,7 +80,11 @@ def test_in_order(folder, table):
 @pytest.mark.parametrize("memory", [2**17, 2**19, 2**29])
 def test_shuffled_is_every_row_once_and_reproducible(folder, memory):
     acts = Activations(folder)
-    plain = {key: row for batch in acts.batches(64) for key, row in zip(keys(batch), batch[RESID], strict=True)}
+    plain = {
+        key: row
+        for batch in acts.batches(64)
+        for key, row in zip(keys(batch), batch[RESID], strict=True)
+    }
     first = list(acts.batches(64, shuffle=True, seed=3, memory=memory))
     assert all(len(batch["token"]) == 64 for batch in first[:-1])
     seen = [key for batch in first for key in keys(batch)]
@@ -77,9 +93,15 @@ def test_shuffled_is_every_row_once_and_reproducible(folder, memory):
         for key, row in zip(keys(batch), batch[RESID], strict=True):
             assert torch.equal(row, plain[key])
     again = list(acts.batches(64, shuffle=True, seed=3, memory=memory))
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, again, strict=True) for name in a)
+    assert all(
+        torch.equal(a[name], b[name]) for a, b in zip(first, again, strict=True) for name in a
+    )
     for other in ({"seed": 4}, {"seed": 3, "epoch": 1}):
-        assert [key for batch in acts.batches(64, shuffle=True, memory=memory, **other) for key in keys(batch)] != seen
+        assert [
+            key
+            for batch in acts.batches(64, shuffle=True, memory=memory, **other)
+            for key in keys(batch)
+        ] != seen
 
 
 def test_shuffled_batches_are_mixed_across_shards_and_documents(folder):
@@ -103,8 +125,19 @@ def test_data_loaders(folder, ranks, workers, shuffle):
         pytest.skip("what it would show, the other five show")
     seen = []
     for rank in range(ranks):
-        data = acts.torch(50, shuffle=shuffle, seed=1, rank=rank, ranks=ranks, columns=["sequence", "context_position"])
-        own = [key for batch in DataLoader(data, batch_size=None, num_workers=workers) for key in keys(batch)]
+        data = acts.torch(
+            50,
+            shuffle=shuffle,
+            seed=1,
+            rank=rank,
+            ranks=ranks,
+            columns=["sequence", "context_position"],
+        )
+        own = [
+            key
+            for batch in DataLoader(data, batch_size=None, num_workers=workers)
+            for key in keys(batch)
+        ]
         assert own
         seen += own
     assert sorted(seen) == sorted(key for batch in acts.batches(999) for key in keys(batch))

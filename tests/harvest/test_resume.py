@@ -38,19 +38,27 @@ def test_called_again_it_returns_at_once(embedded, tmp_path):
     finally:
         TransformerBridge.boot_embedded = boot
     assert (again.made, again.rows) == (0, first.rows)
-    assert harvest(embedded, TEXTS, out=tmp_path / "a", **KW).made == 0  # the same model, already loaded
+    assert (
+        harvest(embedded, TEXTS, out=tmp_path / "a", **KW).made == 0
+    )  # the same model, already loaded
     assert shards(tmp_path / "a") == before
 
 
 def kill(tmp_path, times, copies, per_shard):
-    """Kills a harvest at random moments, over and over, and then lets it end; another is left alone.
+    """Kills a harvest at random moments, over and over, and then lets it end; another is left
+    alone.
 
     Returns how often it was killed, how many shards the last call made, and how many there are.
     """
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.harvest.run_one"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.harvest.run_one"],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
 
     def start(name):
         server.stdin.write(f"{tmp_path / name} {per_shard} {copies}\n")
@@ -79,7 +87,9 @@ def kill(tmp_path, times, copies, per_shard):
         server.stdin.close()
     whole = shards(tmp_path / "whole")
     assert shards(tmp_path / "killed") == whole
-    ours, theirs = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("killed", "whole"))
+    ours, theirs = (
+        json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("killed", "whole")
+    )
     assert ours["shards"] == theirs["shards"]
     assert check(tmp_path / "killed").passed
     assert not [path.name for path in (tmp_path / "killed").iterdir() if path.name.endswith(".tmp")]
@@ -148,7 +158,9 @@ def test_a_full_disk(tmp_path, monkeypatch, only_once):
         return plain(self, data)
 
     monkeypatch.setattr(storage.AtomicFile, "write", write)
-    with pytest.raises(WriteError, match=r"No space left.*every shard that was whole stands") as caught:
+    with pytest.raises(
+        WriteError, match=r"No space left.*every shard that was whole stands"
+    ) as caught:
         harvest("embedded", TEXTS, out=tmp_path / "full", **KW)
     assert caught.value.errno == errno.ENOSPC
     monkeypatch.undo()
@@ -165,7 +177,9 @@ def test_a_disk_that_is_really_full(tmp_path):
     """A file system of 300 kB, where that can be mounted."""
     mount = tmp_path / "small"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(mount)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(mount)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     try:
@@ -185,12 +199,16 @@ def test_a_file_is_whole_before_it_is_in_its_place(tmp_path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
         real = getattr(storage.os, name)
-        monkeypatch.setattr(storage.os, name, lambda *a, name=name, real=real: (done.append(name), real(*a)))
+        monkeypatch.setattr(
+            storage.os, name, lambda *a, name=name, real=real: (done.append(name), real(*a))
+        )
     place, folder = tmp_path / "a", storage.Folder(tmp_path)
     with folder.whole("a") as file:
         file.write(b"half")
         file.flush()
-        assert not place.exists() and [path.read_bytes() for path in tmp_path.iterdir()] == [b"half"]
+        assert not place.exists() and [path.read_bytes() for path in tmp_path.iterdir()] == [
+            b"half"
+        ]
         file.write(b" and half")
     assert place.read_bytes() == b"half and half" and len(list(tmp_path.iterdir())) == 1
     assert done == ["fsync", "replace", "fsync"]  # the file, its name, the folder
@@ -285,7 +303,10 @@ def test_it_refuses_another_tokenizer(embedded, tmp_path):
 
 def test_it_refuses_another_function_but_not_the_same(embedded, tmp_path):
     def kw(factor):
-        return KW | {"out": tmp_path / "a", "interventions": [("blocks.0.hook_mlp_out", lambda x, hook: x * factor)]}
+        return KW | {
+            "out": tmp_path / "a",
+            "interventions": [("blocks.0.hook_mlp_out", lambda x, hook: x * factor)],
+        }
 
     harvest(embedded, TEXTS, **kw(0.5))
     assert harvest(embedded, TEXTS, **kw(0.5)).made == 0
@@ -295,7 +316,14 @@ def test_it_refuses_another_function_but_not_the_same(embedded, tmp_path):
 
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize(
-    "source", [[*TEXTS[:2], "Another text", *TEXTS[3:]], TEXTS[:-1], TEXTS[:5], TEXTS[1:], [*TEXTS, "One more"]]
+    "source",
+    [
+        [*TEXTS[:2], "Another text", *TEXTS[3:]],
+        TEXTS[:-1],
+        TEXTS[:5],
+        TEXTS[1:],
+        [*TEXTS, "One more"],
+    ],
 )
 def test_it_refuses_another_source(tmp_path, complete, source):
     harvest("embedded", TEXTS, out=tmp_path / "a", **KW)
@@ -320,7 +348,12 @@ def test_a_gap_between_whole_shards_is_filled(tmp_path):
     (tmp_path / "a" / "shard-000002.arrow").unlink()
     # Behind the gap, the shards that stand are compared with the tokens they were made from.
     with pytest.raises(HarvestError, match=r"that shard-00000.* was made from"):
-        harvest("embedded", [*TEXTS[:33], "Something else entirely", *TEXTS[33:]], out=tmp_path / "a", **KW)
+        harvest(
+            "embedded",
+            [*TEXTS[:33], "Something else entirely", *TEXTS[33:]],
+            out=tmp_path / "a",
+            **KW,
+        )
 
 
 def test_an_iterator_goes_on_from_its_beginning(tmp_path):
@@ -394,5 +427,7 @@ def test_check_finds_what_was_changed(tmp_path):
     found = check(tmp_path / "a")
     assert not found.passed
     said = "\n".join(found.problems)
-    assert "shard-000001.arrow: its checksum" in said and "shard-000002.arrow: it is missing" in said
+    assert (
+        "shard-000001.arrow: its checksum" in said and "shard-000002.arrow: it is missing" in said
+    )
     assert "shard-000099.arrow is not in the manifest" in said

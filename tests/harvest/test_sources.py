@@ -31,7 +31,9 @@ def test_iterators_and_tuples(embedded, tmp_path, expected):
 
 def test_token_ids(embedded, tmp_path, expected):
     rows = documents(embedded, TEXTS)
-    for number, source in enumerate((rows, [torch.tensor(row) for row in rows], [np.array(row) for row in rows])):
+    for number, source in enumerate(
+        (rows, [torch.tensor(row) for row in rows], [np.array(row) for row in rows])
+    ):
         harvest(embedded, source, out=tmp_path / str(number), **KW)
         assert shards(tmp_path / str(number)) == expected
 
@@ -50,9 +52,15 @@ def test_files(embedded, tmp_path, expected):
     (tmp_path / "one.txt").write_text("\n".join(TEXTS[:half]) + "\n\n")
     with gzip.open(tmp_path / "two.txt.gz", "wt") as file:
         file.write("\r\n".join(TEXTS[half:]))
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS[:half]))
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[half:]))
-    pq.write_table(pa.table({"n": list(range(len(TEXTS))), "text": TEXTS}), tmp_path / "all.parquet")
+    (tmp_path / "one.jsonl").write_text(
+        "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS[:half])
+    )
+    (tmp_path / "two.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[half:])
+    )
+    pq.write_table(
+        pa.table({"n": list(range(len(TEXTS))), "text": TEXTS}), tmp_path / "all.parquet"
+    )
     pq.write_table(pa.table({"ids": documents(embedded, TEXTS)}), tmp_path / "ids.parquet")
     sources = {
         "texts": (Files(tmp_path / "one.txt", tmp_path / "two.txt.gz"), "text"),
@@ -109,8 +117,23 @@ def test_hugging_face_data_sets(embedded, tmp_path, expected):
 def test_empty_documents_have_no_rows_and_keep_their_number(embedded, tmp_path):
     from tests.harvest.common import read
 
-    harvest(embedded, ["", "Mary", "", "John", ""], out=tmp_path / "a", separator="eos", pack=False, **KW)
+    harvest(
+        embedded,
+        ["", "Mary", "", "John", ""],
+        out=tmp_path / "a",
+        separator="eos",
+        pack=False,
+        **KW,
+    )
     assert set(read(tmp_path / "a").column("document").to_pylist()) == {1, 3}
     assert (
-        harvest(embedded, ["", "Mary", "", "John", ""], out=tmp_path / "a", separator="eos", pack=False, **KW).made == 0
+        harvest(
+            embedded,
+            ["", "Mary", "", "John", ""],
+            out=tmp_path / "a",
+            separator="eos",
+            pack=False,
+            **KW,
+        ).made
+        == 0
     )

@@ -1,4 +1,6 @@
-"""Arguments of wrong types at the public edge: what is refused, and what is taken although it is of another class."""
+"""Arguments of wrong types at the public edge: what is refused, and what is taken although it is of
+another class.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 from typing_extensions import TypeAliasType, TypeVar
 
-from bridge.hooks.arguments import check_types, refuse_wrong_types, shown
+from bridge.arguments import check_types, refuse_wrong_types, shown
 
 
 class HasFacts(Protocol):
@@ -37,9 +39,17 @@ OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "names": (Sequence[str], [["a"], ("a",), []], ["ab", {"a": 1}, None, torch.zeros(2)]),
     "name or names": (str | Sequence[str], ["ab", ["a"]], [1, None]),
     "indices": (Sequence[int], [[1], np.array([1, 2])], ["1", 1, torch.tensor([1])]),
-    "matrix": (Float[Tensor, "row column"], [torch.zeros(2, 3)], [torch.zeros(2), torch.zeros(2, 3).long(), [[1.0]]]),
+    "matrix": (
+        Float[Tensor, "row column"],
+        [torch.zeros(2, 3)],
+        [torch.zeros(2), torch.zeros(2, 3).long(), [[1.0]]],
+    ),
     "ids": (Int[Tensor, "..."], [torch.tensor(1), torch.tensor([[1]])], [torch.zeros(1), 1]),
-    "aliased": (Float[Tensor, "..."] | ArrayOf[Any], [torch.zeros(2), np.zeros(2)], ["a", 1, None, [1.0]]),
+    "aliased": (
+        Float[Tensor, "..."] | ArrayOf[Any],
+        [torch.zeros(2), np.zeros(2)],
+        ["a", 1, None, [1.0]],
+    ),
     "mapping": (Mapping[str, int], [{}, {"a": 1}], [[("a", 1)], None]),
     "several of one": (tuple[int, ...], [(), (1,), (1, 2)], [(1, "2"), [1], 1]),
     "one of each": (tuple[str, int], [("a", 1)], [("a",), ("a", 1, 2), (1, "a"), ["a", 1]]),
@@ -49,11 +59,15 @@ OF: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "class": (type[Exception], [ValueError], [ValueError(), int, "ValueError"]),
     "once": (Iterable[str], [iter(["a"]), ["a"]], [1, [1]]),
     "function": (Callable[..., Any], [len, lambda: 1], [1, "len"]),
-    "literal": (Literal["a", "b"], ["a", "z"], [1, None]),  # which of them there are, is the function's to say
+    "literal": (
+        Literal["a", "b"],
+        ["a", "z"],
+        [1, None],
+    ),  # which of them there are, is the function's to say
     "protocol": (HasFacts, [Named()], [1, "a", None, torch.zeros(1)]),
     "path": (str | Path, ["a", Path("a")], [1, None, b"a"]),
     "anything": (Any, [1, None, "a"], []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OF)
@@ -70,7 +84,10 @@ def test_what_fits(kind):
         assert decorated(value) is value
         assert decorated(x=value) is value
     for value in wrong:  # also of what was remembered of the right ones
-        for call in (lambda: check_types("f", {"x": value}, {"x": hint}), lambda: decorated(value)):  # noqa: B023
+        for call in (
+            lambda: check_types("f", {"x": value}, {"x": hint}),  # noqa: B023
+            lambda: decorated(value),  # noqa: B023
+        ):
             with pytest.raises(TypeError, match=r"^x is .*; f takes .* there$"):
                 call()
 
@@ -83,7 +100,10 @@ def test_a_decorated_function():
 
     assert (power(3), power(3, exponent=2), power.__doc__) == (3, 9, "What it does.")
     assert power(2, 3, "unseen", other="unseen") == 8
-    with pytest.raises(TypeError, match=r"exponent is '2'; test_a_decorated_function.<locals>.power takes int \| None"):
+    with pytest.raises(
+        TypeError,
+        match=r"exponent is '2'; test_a_decorated_function.<locals>.power takes int \| None",
+    ):
         power(3, "2")
     with pytest.raises(TypeError, match=r"missing 1 required"):
         power()

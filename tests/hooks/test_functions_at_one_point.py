@@ -1,4 +1,6 @@
-"""Several functions at one hook point: each has a copy of its own, and all of them are at one place in the graph."""
+"""Several functions at one hook point: each has a copy of its own, and all of them are at one place
+in the graph.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from bridge import TransformerBridge
 from bridge.legacy import HookedTransformer
 from tests.conftest import tiny
 
-#: Views of every kind: identity, written through, heads, fused projections, taps, computed beside the model.
+#: Views of every kind: identity, written through, heads, fused projections, taps, computed beside
+#: the model.
 NAMES = [
     "blocks.1.hook_resid_pre",
     "blocks.1.hook_resid_mid",
@@ -33,7 +36,9 @@ def keeper(held):
 
 
 def gradient_at(bridge, tokens, name):
-    """From a run with one function for the norm before attention, whose readers a cache tells apart."""
+    """From a run with one function for the norm before attention, whose readers a cache tells
+    apart.
+    """
     if ".ln1." in name:
         held = []
         loss = bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(name, keeper(held))])
@@ -86,7 +91,8 @@ def test_what_an_earlier_one_holds_stays_when_a_later_one_writes(family, tokens,
     assert torch.equal(logits, right)
     if gradients:  # the first is on the way to the second, which is at one place with the third
         ours, others, behind = (
-            torch.autograd.grad(logits.square().sum(), x, retain_graph=True)[0] for x in (held[0], held[1], held[2])
+            torch.autograd.grad(logits.square().sum(), x, retain_graph=True)[0]
+            for x in (held[0], held[1], held[2])
         )
         torch.testing.assert_close(ours, others * 0.5)
         torch.testing.assert_close(others, behind)
@@ -102,7 +108,9 @@ def test_what_one_returned_is_what_the_next_one_sees(tokens):
     def clear(act, hook):
         act.zero_()
 
-    logits = bridge.run_with_hooks(tokens, fwd_hooks=[(name, keeper(held)), (name, double), (name, keeper(held))])
+    logits = bridge.run_with_hooks(
+        tokens, fwd_hooks=[(name, keeper(held)), (name, double), (name, keeper(held))]
+    )
     assert held[1].grad_fn is made[0].grad_fn
     torch.testing.assert_close(
         torch.autograd.grad(logits.sum(), held[0], retain_graph=True)[0],
@@ -142,7 +150,9 @@ def test_a_leaf_that_one_makes_is_on_the_way_to_what_the_next_one_sees(tokens):
 
     name = "hook_embed"
     loss = bridge.run_with_hooks(
-        tokens, fwd_hooks=[(name, ask), (name, write), (name, keeper(held)), (name, keeper(held))], return_type="loss"
+        tokens,
+        fwd_hooks=[(name, ask), (name, write), (name, keeper(held)), (name, keeper(held))],
+        return_type="loss",
     )
     assert held[0].is_leaf
     assert held[1].grad_fn is held[2].grad_fn
@@ -152,7 +162,10 @@ def test_a_leaf_that_one_makes_is_on_the_way_to_what_the_next_one_sees(tokens):
 
 def test_only_looking_changes_nothing(family, tokens):
     plain = family(tokens)
-    taps = ("blocks.1.attn.hook_attn_scores", "blocks.1.attn.hook_pattern")  # that layer computes its scores by itself
+    taps = (
+        "blocks.1.attn.hook_attn_scores",
+        "blocks.1.attn.hook_pattern",
+    )  # that layer computes its scores by itself
     for name in [name for name in NAMES if name not in taps]:
         norms = []
         looks = [(name, lambda act, hook, norms=norms: norms.append(act.detach().norm()))] * 2
@@ -171,7 +184,9 @@ def test_traces_and_programs_go_on_with_what_functions_made(tokens):
     one = torch.autograd.grad(logits.square().sum(), held[0], retain_graph=True)[0]
     torch.testing.assert_close(one, 0.5 * torch.autograd.grad(logits.square().sum(), seen)[0])
     kept = []
-    program = bridge.program((), [(name, keeper(kept)), (name, lambda act, hook: act * 0.5), (name, keeper(kept))])
+    program = bridge.program(
+        (), [(name, keeper(kept)), (name, lambda act, hook: act * 0.5), (name, keeper(kept))]
+    )
     out = program(tokens)["logits"]
     torch.testing.assert_close(out, right)
     first, second = (torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0] for x in kept)
@@ -193,11 +208,19 @@ def legacy_model():
     )
 
 
-@pytest.mark.parametrize("name", ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern"])
+@pytest.mark.parametrize(
+    "name", ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern"]
+)
 def test_legacy_gives_all_of_them_one_tensor(tokens, name):
     model, held = legacy_model(), []
     model.hook_dict[name].add_hook(keeper(held))
-    with model.hooks(fwd_hooks=[(name, keeper(held)), (name, lambda act, hook: act.mul_(0.5)), (name, keeper(held))]):
+    with model.hooks(
+        fwd_hooks=[
+            (name, keeper(held)),
+            (name, lambda act, hook: act.mul_(0.5)),
+            (name, keeper(held)),
+        ]
+    ):
         model(tokens)
     assert held[0] is held[1] is held[2]
 
@@ -230,7 +253,9 @@ def test_a_cache_of_legacy_keeps_what_it_saw(tokens, gradients):
 
 
 @pytest.mark.parametrize("later_first", [False, True])
-def test_gradients_come_to_the_later_of_two_names_of_one_activation_first(family, tokens, later_first):
+def test_gradients_come_to_the_later_of_two_names_of_one_activation_first(
+    family, tokens, later_first
+):
     earlier, later, seen = "blocks.0.hook_resid_post", "blocks.1.hook_resid_pre", {}
 
     def keep(gradient, hook):
@@ -239,7 +264,9 @@ def test_gradients_come_to_the_later_of_two_names_of_one_activation_first(family
     hooks = [(earlier, keep), (later, keep), (later, lambda gradient, hook: gradient * 0.5)]
     with family.hooks(bwd_hooks=hooks[::-1] if later_first else hooks):
         family(tokens, return_type="loss").backward()
-    _, cache = family.run_with_cache(tokens, names_filter=[later], return_type="loss", incl_bwd=True)
+    _, cache = family.run_with_cache(
+        tokens, names_filter=[later], return_type="loss", incl_bwd=True
+    )
     whole = cache[later + "_grad"]
     torch.testing.assert_close(seen[earlier], whole / 2)
     torch.testing.assert_close(seen[later], whole / 2 if later_first else whole)

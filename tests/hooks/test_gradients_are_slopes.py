@@ -1,4 +1,6 @@
-"""The gradient at a hook point is the slope of an edit there, also where the tensor has another reader elsewhere."""
+"""The gradient at a hook point is the slope of an edit there, also where the tensor has another
+reader elsewhere.
+"""
 
 import pytest
 import torch
@@ -43,17 +45,28 @@ def made(kind):
 @pytest.mark.parametrize("kind", ["plain", "gemma4_text", "zamba2", "gpt2", "llama"])
 def test_a_gradient_is_the_slope_of_an_edit(kind):
     bridge = TransformerBridge(made(kind))
-    ends = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "attn.hook_z")
+    ends = (
+        "hook_resid_pre",
+        "hook_resid_mid",
+        "hook_resid_post",
+        "hook_attn_out",
+        "hook_mlp_out",
+        "attn.hook_z",
+    )
     names = [name for name in bridge.hook_dict if name.endswith(ends)]
     assert "blocks.0.hook_resid_pre" in names
     logits = bridge(TOKENS)
     weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
     for name in names:
         gradients = []
-        with bridge.hooks(bwd_hooks=[(name, lambda gradient, hook, seen=gradients: seen.append(gradient.clone()))]):
+        with bridge.hooks(
+            bwd_hooks=[(name, lambda gradient, hook, seen=gradients: seen.append(gradient.clone()))]
+        ):
             (bridge(TOKENS) * weights).sum().backward()
         edit = torch.zeros_like(gradients[0], requires_grad=True)
-        edited = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda act, hook, edit=edit: act + edit)])
+        edited = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[(name, lambda act, hook, edit=edit: act + edit)]
+        )
         (slope,) = torch.autograd.grad((edited * weights).sum(), edit)
         torch.testing.assert_close(gradients[0], slope, atol=1e-4, rtol=1e-3, msg=name)
 
@@ -66,8 +79,12 @@ def test_a_gradient_is_the_slope_of_an_edit(kind):
         ("falcon_h1", "blocks.1.ln1_attn.hook_in", "blocks.1.ln1_attn"),
     ],
 )
-def test_what_a_part_alone_reads_of_the_stream_goes_through_a_norm_that_others_share(kind, name, norm):
-    """An edit there, and its gradient, hold whoever else looks at the norm; and the norm shows what was edited."""
+def test_what_a_part_alone_reads_of_the_stream_goes_through_a_norm_that_others_share(
+    kind, name, norm
+):
+    """An edit there, and its gradient, hold whoever else looks at the norm; and the norm shows what
+    was edited.
+    """
     bridge = TransformerBridge(tiny_model(kind))
     behind = [f"{norm}.hook_scale", f"{norm}.hook_normalized", f"{norm}.hook_out"]
 
@@ -78,7 +95,9 @@ def test_what_a_part_alone_reads_of_the_stream_goes_through_a_norm_that_others_s
     assert not torch.allclose(alone, bridge(TOKENS), atol=1e-4)
     for other in behind:
         for hooks in ([(name, doubled), (other, copied)], [(other, copied), (name, doubled)]):
-            torch.testing.assert_close(bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), alone, msg=f"{name}, {other}")
+            torch.testing.assert_close(
+                bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), alone, msg=f"{name}, {other}"
+            )
     with bridge.hooks(fwd_hooks=[(name, doubled)]):
         _, cache = bridge.run_with_cache(TOKENS, names_filter=[name, *behind])
     entered = cache[name].double()
@@ -93,7 +112,10 @@ def test_what_a_part_alone_reads_of_the_stream_goes_through_a_norm_that_others_s
 
     def gradient(names):
         seen = []
-        hooks = [(each, lambda grad, hook: seen.append(grad.clone()) if hook.name == name else None) for each in names]
+        hooks = [
+            (each, lambda grad, hook: seen.append(grad.clone()) if hook.name == name else None)
+            for each in names
+        ]
         with bridge.hooks(bwd_hooks=hooks):
             bridge(TOKENS).square().sum().backward()
         return sum(seen)

@@ -25,14 +25,18 @@ def test_editing_in_place_and_returning_are_the_same(bridge, tokens):
             other = bridge.run_with_hooks(tokens, fwd_hooks=[(name, in_place)])
         assert torch.equal(one, other), name
         with torch.inference_mode():
-            assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, in_place)]), one), name
+            assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, in_place)]), one), (
+                name
+            )
 
 
 def test_edits_in_one_run_follow_each_other(bridge, tokens):
     double = lambda x, hook: x * 2
     name = "blocks.1.attn.hook_q"
     twice = bridge.run_with_hooks(tokens, fwd_hooks=[(name, double), (name, double)])
-    torch.testing.assert_close(twice, bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 4)]))
+    torch.testing.assert_close(
+        twice, bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 4)])
+    )
     seen = {}
     with bridge.hooks(fwd_hooks=[(name, double)]):
         _, cache = bridge.run_with_cache(tokens, names_filter=name)
@@ -44,7 +48,9 @@ def test_edits_in_one_run_follow_each_other(bridge, tokens):
 def test_resid_mid_edits_the_stream(tokens):
     for name in ("gpt2", "llama"):
         bridge = TransformerBridge(tiny(name))
-        with bridge.hooks(fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: torch.zeros_like(x))]):
+        with bridge.hooks(
+            fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: torch.zeros_like(x))]
+        ):
             _, cache = bridge.run_with_cache(tokens)
         assert (cache["resid_mid", 1] == 0).all()
         assert torch.equal(cache["resid_post", 1], cache["mlp_out", 1])
@@ -77,7 +83,10 @@ def test_forbidding_all_attention_gives_none(bridge, tokens):
     torch.testing.assert_close(cache["pattern", 1][:, 1:].sum(-1), torch.ones(2, 3, 9))
     assert logits.isfinite().all()
     zeroed = bridge.run_with_hooks(
-        tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: torch.cat([z[:, :, :1] * 0, z[:, :, 1:]], 2))]
+        tokens,
+        fwd_hooks=[
+            ("blocks.1.attn.hook_z", lambda z, hook: torch.cat([z[:, :, :1] * 0, z[:, :, 1:]], 2))
+        ],
     )
     torch.testing.assert_close(logits, zeroed, atol=1e-5, rtol=1e-5)
     loss = bridge.run_with_hooks(tokens, fwd_hooks=[(name, forbid)], return_type="loss")
@@ -108,14 +117,21 @@ def test_attn_in_edits_all_three(tokens):
     for name in ("gpt2", "llama", "gpt_neox"):
         bridge = TransformerBridge(tiny(name))
         half = lambda x, hook: x * 0.5 + 0.1
-        by_three = bridge.run_with_hooks(tokens, fwd_hooks=[(f"blocks.1.hook_{x}_input", half) for x in "qkv"])
+        by_three = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.1.hook_{x}_input", half) for x in "qkv"]
+        )
         by_one = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_attn_in", half)])
         torch.testing.assert_close(by_one, by_three, atol=1e-6, rtol=1e-5)
         gradients = {}
         loss = bridge.run_with_hooks(
             tokens,
             return_type="loss",
-            bwd_hooks=[("blocks.1.hook_attn_in", lambda g, hook, gradients=gradients: gradients.update(x=g))],
+            bwd_hooks=[
+                (
+                    "blocks.1.hook_attn_in",
+                    lambda g, hook, gradients=gradients: gradients.update(x=g),
+                )
+            ],
         )
         loss.backward()
         assert gradients["x"].shape == (2, 9, 4, 32)
@@ -128,7 +144,10 @@ def test_wrong_results_of_hooks(bridge, tokens):
 
     with pytest.raises(
         ValueError,
-        match=r"crop at blocks.1.attn.hook_z returned shape \[2, 8, 4, 8\].* \(batch pos n_heads d_head\)",
+        match=(
+            r"crop at blocks.1.attn.hook_z returned shape \[2, 8, 4, 8\].* \(batch pos n_heads"
+            r" d_head\)"
+        ),
     ):
         bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", crop)])
     with pytest.raises(TypeError, match="returned list; it must return a tensor or None"):
@@ -144,7 +163,9 @@ def test_backward_hooks_can_change_gradients(bridge, tokens):
     embed = bridge.original_model.get_input_embeddings().weight
     plain = torch.autograd.grad(bridge(tokens, return_type="loss"), embed)[0]
     for result in (lambda g, hook: g * 0, lambda g, hook: (g * 0,)):
-        loss = bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[("blocks.0.hook_resid_pre", result)])
+        loss = bridge.run_with_hooks(
+            tokens, return_type="loss", bwd_hooks=[("blocks.0.hook_resid_pre", result)]
+        )
         changed = torch.autograd.grad(loss, embed, allow_unused=True)[0]
         assert not torch.allclose(changed, plain)
 
@@ -156,7 +177,12 @@ def test_hooks_can_keep_gradients_of_what_they_are_given(bridge, tokens):
         x.retain_grad()
         kept[hook.name] = x
 
-    names = ["blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.1.hook_mlp_out"]
+    names = [
+        "blocks.1.hook_resid_pre",
+        "blocks.1.attn.hook_q",
+        "blocks.1.attn.hook_pattern",
+        "blocks.1.hook_mlp_out",
+    ]
     bridge.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(names, keep)]).backward()
     _, cache = bridge.run_with_cache(tokens, names_filter=names, return_type="loss", incl_bwd=True)
     for name in names:
@@ -165,7 +191,9 @@ def test_hooks_can_keep_gradients_of_what_they_are_given(bridge, tokens):
 
 def test_half_precision_results_keep_the_models_type(tokens):
     bridge = TransformerBridge(tiny("llama", dtype=torch.bfloat16))
-    logits = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: x.float() * 2)])
+    logits = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: x.float() * 2)]
+    )
     assert logits.dtype == torch.bfloat16
 
 
@@ -192,7 +220,12 @@ def test_a_module_put_in_place_after_wrapping_is_found(tokens):
 def test_edits_behind_a_norm_whose_gradient_is_asked_for_are_kept(bridge, tokens):
     gradients = []
     watch = ("blocks.1.ln1.hook_normalized", lambda g, hook: gradients.append(g.clone()))
-    for name in ("blocks.1.attn.hook_q", "blocks.1.attn.q.hook_in", "blocks.1.ln1.hook_in", "blocks.1.ln1.hook_out"):
+    for name in (
+        "blocks.1.attn.hook_q",
+        "blocks.1.attn.q.hook_in",
+        "blocks.1.ln1.hook_in",
+        "blocks.1.ln1.hook_out",
+    ):
         if name not in bridge.hook_dict:
             continue
         edit = (name, lambda x, hook: x * 0.5)
@@ -222,31 +255,44 @@ def test_gradients_of_separate_readers_add_up(bridge, tokens):
     handle.remove()
     torch.testing.assert_close(sum(each), out["x"].grad)
     assert len(each) == 3
-    bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(entry, lambda g, hook: total.append(g))]).backward()
+    bridge.run_with_hooks(
+        tokens, return_type="loss", bwd_hooks=[(entry, lambda g, hook: total.append(g))]
+    ).backward()
     assert len(total) == 1
 
 
 def test_own_inputs_and_gradients_of_the_shared_norm_exclude_each_other(bridge, tokens):
     look, watch = lambda x, hook: None, lambda g, hook: None
     for own in ("hook_q_input", "hook_attn_in"):
-        with pytest.raises(ValueError, match="cannot be had together"):
+        with pytest.raises(ValueError, match="cannot be used together"):
             bridge.run_with_hooks(
-                tokens, fwd_hooks=[(f"blocks.1.{own}", look)], bwd_hooks=[("blocks.1.ln1.hook_scale", watch)]
+                tokens,
+                fwd_hooks=[(f"blocks.1.{own}", look)],
+                bwd_hooks=[("blocks.1.ln1.hook_scale", watch)],
             )
-        with pytest.raises(ValueError, match="cannot be had together"):
+        with pytest.raises(ValueError, match="cannot be used together"):
             bridge.run_with_cache(
-                tokens, return_type="loss", incl_bwd=True, names_filter=[f"blocks.1.{own}", "blocks.1.ln1.hook_scale"]
+                tokens,
+                return_type="loss",
+                incl_bwd=True,
+                names_filter=[f"blocks.1.{own}", "blocks.1.ln1.hook_scale"],
             )
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in bridge.original_model.modules())
+        assert not any(
+            m._forward_hooks or m._forward_pre_hooks for m in bridge.original_model.modules()
+        )
         bridge.run_with_hooks(
-            tokens, fwd_hooks=[(f"blocks.1.{own}", look)], bwd_hooks=[("blocks.2.ln1.hook_scale", watch)]
+            tokens,
+            fwd_hooks=[(f"blocks.1.{own}", look)],
+            bwd_hooks=[("blocks.2.ln1.hook_scale", watch)],
         )
 
 
 @pytest.mark.parametrize("fn", [lambda z: z, lambda z, other: z, lambda z, h=None: z])
 def test_a_function_without_a_hook_parameter_is_an_error_that_names_the_point(bridge, tokens, fn):
     before = torch_hooks(bridge.original_model)
-    with pytest.raises(TypeError, match=r"at blocks\.1\.attn\.hook_z takes \(.*parameter named `hook`"):
+    with pytest.raises(
+        TypeError, match=r"at blocks\.1\.attn\.hook_z takes \(.*parameter named `hook`"
+    ):
         bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", fn)])
     assert torch_hooks(bridge.original_model) == before
     with pytest.raises(TypeError, match="parameter named `hook`"):
@@ -271,7 +317,10 @@ def test_an_edited_norm_and_inputs_of_heads_are_refused_together(name: str, own:
     bridge = TransformerBridge(tiny_model("llama"))
     tokens = torch.tensor([[3, 4, 5]])
     before = bridge(tokens)
-    edits = [(f"blocks.0.{name}", lambda x, hook: x * 0.5), (f"blocks.0.{own}", lambda x, hook: x + 0.3)]
+    edits = [
+        (f"blocks.0.{name}", lambda x, hook: x * 0.5),
+        (f"blocks.0.{own}", lambda x, hook: x + 0.3),
+    ]
     with pytest.raises(RuntimeError, match="normed again without that change"):
         bridge.run_with_hooks(tokens, fwd_hooks=edits)
     with pytest.raises(ValueError, match="cannot be changed in one program"):
@@ -284,7 +333,9 @@ def test_an_edited_norm_and_inputs_of_heads_are_refused_together(name: str, own:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_written_back_is_no_edit(family: str, dtype: torch.dtype) -> None:
-    """What is returned as it was read differs by rounding alone; an edit of some digits is told from it."""
+    """What is returned as it was read differs by rounding alone; an edit of some digits is told
+    from it.
+    """
     bridge = TransformerBridge(tiny_model(family).to(dtype))
     tokens = torch.tensor([[3, 4, 5, 6]])
     own = ("blocks.1.hook_attn_in", lambda x, hook: x + 0.3)
@@ -299,13 +350,18 @@ def test_a_norm_written_back_is_no_edit(family: str, dtype: torch.dtype) -> None
 
 @torch.no_grad()
 def test_what_a_hook_puts_in_stays_as_it_is_where_the_model_writes_over_it() -> None:
-    """Falcon adds what attention returns to what its MLP returned, in place: a patch is the same in the next run."""
+    """Falcon adds what attention returns to what its MLP returned, in place: a patch is the same in
+    the next run.
+    """
     bridge = TransformerBridge(tiny_model("falcon"))
     clean, corrupted = torch.randint(3, 90, (2, 1, 6), generator=torch.Generator().manual_seed(0))
     name = "blocks.0.hook_mlp_out"
     _, cache = bridge.run_with_cache(clean, names_filter=name)
     kept = cache[name].clone()
-    first, second = (bridge.run_with_hooks(corrupted, fwd_hooks=[(name, lambda x, hook: cache[name])]) for _ in "12")
+    first, second = (
+        bridge.run_with_hooks(corrupted, fwd_hooks=[(name, lambda x, hook: cache[name])])
+        for _ in "12"
+    )
     assert torch.equal(cache[name], kept) and torch.equal(first, second)
     with bridge.linearised(clean, freeze=("mlp_out",)):
         first, second = bridge(clean), bridge(clean)
@@ -314,7 +370,8 @@ def test_what_a_hook_puts_in_stays_as_it_is_where_the_model_writes_over_it() -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "name"), [("bloom", "blocks.1.attn.hook_pattern"), ("mamba2", "blocks.0.mixer.hook_ssm_state")]
+    ("family", "name"),
+    [("bloom", "blocks.1.attn.hook_pattern"), ("mamba2", "blocks.0.mixer.hook_ssm_state")],
 )
 def test_what_a_hook_puts_in_may_lie_in_memory_in_any_way(family: str, name: str) -> None:
     """These models take a view of it, which of an expanded or transposed tensor there is none."""
@@ -324,9 +381,12 @@ def test_what_a_hook_puts_in_may_lie_in_memory_in_any_way(family: str, name: str
     mean = cache[name].mean(0, keepdim=True).expand_as(cache[name])
     turned = cache[name].mT.contiguous().mT
     for value in (mean, turned):
-        expected = bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook, value=value: value.contiguous())])
+        expected = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(name, lambda x, hook, value=value: value.contiguous())]
+        )
         assert torch.equal(
-            bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook, value=value: value)]), expected
+            bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook, value=value: value)]),
+            expected,
         )
         with bridge.trace(tokens) as run:
             run[name] = value

@@ -59,7 +59,9 @@ def test_attribute_access(bridge):
 def test_misspelt_names_are_errors_with_suggestions(bridge, tokens, use):
     with pytest.raises(UnknownHookError, match=r"'blocks.1.attn.hook_zed'.*blocks.1.attn.hook_z"):
         use(bridge, tokens, "blocks.1.attn.hook_zed")
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bridge.original_model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks for m in bridge.original_model.modules()
+    )
 
 
 @pytest.mark.unchecked
@@ -77,7 +79,9 @@ def test_filters_that_match_nothing_are_errors(bridge, tokens):
 
 
 def test_cache_keys(bridge, tokens):
-    _, cache = bridge.run_with_cache(tokens, names_filter=["blocks.2.hook_resid_post", "blocks.0.attn.hook_pattern"])
+    _, cache = bridge.run_with_cache(
+        tokens, names_filter=["blocks.2.hook_resid_post", "blocks.0.attn.hook_pattern"]
+    )
     assert torch.equal(cache["resid_post", -1], cache["blocks.2.hook_resid_post"])
     assert torch.equal(cache["attn", 0], cache["pattern", 0])
     assert len(cache) == 2
@@ -130,9 +134,15 @@ def test_unknown_arguments(bridge, tokens):
 
 @pytest.mark.parametrize(
     ("name", "ending"),
-    [("hook_z", ".attn.hook_z"), ("pattern", ".attn.hook_pattern"), ("attn.hook_q", ".attn.hook_q"),
-     ("z", ".attn.hook_z"), ("resid_post", ".hook_resid_post"), ("q.hook_out", ".attn.q.hook_out")],
-)  # fmt: skip
+    [
+        ("hook_z", ".attn.hook_z"),
+        ("pattern", ".attn.hook_pattern"),
+        ("attn.hook_q", ".attn.hook_q"),
+        ("z", ".attn.hook_z"),
+        ("resid_post", ".hook_resid_post"),
+        ("q.hook_out", ".attn.q.hook_out"),
+    ],
+)
 def test_a_name_without_the_layer_is_told_how_to_choose_all_layers(bridge, tokens, name, ending):
     with pytest.raises(UnknownHookError) as caught:
         bridge.run_with_cache(tokens, names_filter=name)

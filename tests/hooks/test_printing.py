@@ -14,13 +14,19 @@ def test_a_block_prints_its_hook_points_with_the_shapes_that_they_have(bridge, t
     assert len(cached) > 10
     for name in cached:
         shape = rows[name.removeprefix("blocks.2.")].split(", ")
-        assert [sizes[axis] if axis in sizes else int(axis) for axis in shape] == list(cache[name].shape), name
+        assert [sizes[axis] if axis in sizes else int(axis) for axis in shape] == list(
+            cache[name].shape
+        ), name
     assert "weights: " in text and "attn.W_Q" in text
 
 
 def test_a_part_prints_what_is_in_it(bridge):
     text = repr(bridge.blocks[0].attn)
-    assert text.startswith("blocks.0.attn\n") and "hook_pattern" in text and "hook_resid_pre" not in text
+    assert (
+        text.startswith("blocks.0.attn\n")
+        and "hook_pattern" in text
+        and "hook_resid_pre" not in text
+    )
 
 
 def test_a_bridge_prints_what_it_is_in_a_few_lines(bridge, hf):

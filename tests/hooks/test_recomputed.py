@@ -1,4 +1,6 @@
-"""Checkpointing that is not transformers' own: hooks in what backward computes again are refused, never dropped."""
+"""Checkpointing that is not transformers' own: hooks in what backward computes again are refused,
+never dropped.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ def half(x, hook):
 
 
 def checkpointed(model: torch.nn.Module, part: str, reentrant: bool) -> torch.nn.Module:
-    """The model, with parts of its second block computed again in backward, as training code does it."""
+    """The model, with parts of its second block computed again in backward, as training code does
+    it.
+    """
     block = model.model.layers[1]
     module = block if part == "block" else block.get_submodule(part)
     own = module.forward
@@ -33,7 +37,9 @@ def checkpointed(model: torch.nn.Module, part: str, reentrant: bool) -> torch.nn
     return model
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # without gradients
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad:UserWarning"
+)  # without gradients
 @pytest.mark.parametrize("kind", ["fwd_hooks", "bwd_hooks"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -41,9 +47,14 @@ def test_hooks_in_a_checkpointed_block_are_refused(tokens, name, reentrant, kind
     model = checkpointed(tiny("llama"), "block", reentrant)
     before = torch_hooks(model)
     bridge = TransformerBridge(model)
-    with pytest.raises(RuntimeError, match=rf"{name} lies in a part of the model that torch.utils.checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=rf"{name} lies in a part of the model that torch.utils.checkpoint"
+    ):
         bridge.run_with_hooks(tokens, **{kind: [(name, half)]}, return_type="loss", use_cache=False)
-    with bridge.hooks(**{kind: [(name, half)]}), pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
+    with (
+        bridge.hooks(**{kind: [(name, half)]}),
+        pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"),
+    ):
         model(tokens, use_cache=False)
     assert torch_hooks(model) == before
     with torch.no_grad():  # nothing is computed again
@@ -58,7 +69,9 @@ def test_hooks_beside_a_checkpointed_part_are_right(tokens, reentrant):
     for part in (None, "mlp"):
         model = tiny("llama") if part is None else checkpointed(tiny("llama"), part, reentrant)
         hooks = [("blocks.1.hook_resid_pre", half), ("blocks.0.attn.hook_pattern", half)]
-        TransformerBridge(model).run_with_hooks(tokens, fwd_hooks=hooks, return_type="loss").backward()
+        TransformerBridge(model).run_with_hooks(
+            tokens, fwd_hooks=hooks, return_type="loss"
+        ).backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -70,7 +83,9 @@ def test_a_whole_run_may_be_computed_again(reentrant):
     for again in (False, True):
         model = tiny("llama")
         bridge = TransformerBridge(model)
-        embeddings = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        embeddings = torch.randn(
+            2, 5, 32, generator=torch.Generator().manual_seed(0)
+        ).requires_grad_()
 
         def run(x, bridge=bridge):
             return bridge.run_with_hooks(x, fwd_hooks=[(name, half) for name in NAMES])

@@ -1,4 +1,6 @@
-"""A filter function is asked once where it can only answer the same again, and each time where it might not."""
+"""A filter function is asked once where it can only answer the same again, and each time where it
+might not.
+"""
 
 import re
 import sys
@@ -20,7 +22,9 @@ def names_of(bridge, names_filter):
 
 def by_hand(bridge, names_filter):
     points = bridge.hook_dict.values()
-    return [p.name for p in points if names_filter(p.name) or any(map(names_filter, p.point.aliases))]
+    return [
+        p.name for p in points if names_filter(p.name) or any(map(names_filter, p.point.aliases))
+    ]
 
 
 def times_asked(bridge, function):

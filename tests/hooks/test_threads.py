@@ -1,4 +1,6 @@
-"""Several threads may call one bridge; added hooks are seen by all, scoped ones where they were opened."""
+"""Several threads may call one bridge; added hooks are seen by all, scoped ones where they were
+opened.
+"""
 
 import asyncio
 import contextvars
@@ -15,7 +17,9 @@ from tests.conftest import tiny, torch_hooks
 
 def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
     plain = bridge(tokens)
-    halved = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0.5)])
+    halved = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0.5)]
+    )
     residual = bridge(tokens, stop_at_layer=2)
     _, whole = bridge.run_with_cache(tokens)
     wrong, barrier = [], threading.Barrier(5)
@@ -29,12 +33,19 @@ def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
         yield lambda: expect("plain", bridge(tokens), plain)
         yield lambda: expect(
             "halved",
-            bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0.5)]),
+            bridge.run_with_hooks(
+                tokens, fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x * 0.5)]
+            ),
             halved,
         )
         yield lambda: expect("start", bridge(residual, start_at_layer=2), plain)
         yield lambda: expect("stop", bridge(tokens, stop_at_layer=2), residual)
-        yield lambda: expect("cache", bridge.run_with_cache(tokens)[1]["pattern", 2], whole["pattern", 2], exact=False)
+        yield lambda: expect(
+            "cache",
+            bridge.run_with_cache(tokens)[1]["pattern", 2],
+            whole["pattern", 2],
+            exact=False,
+        )
 
     errors = []
 
@@ -56,11 +67,17 @@ def test_concurrent_runs_do_not_see_each_other(bridge, tokens):
     assert not errors
     assert not wrong
     assert not any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in bridge.original_model.modules()
+        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__
+        for m in bridge.original_model.modules()
     )
 
 
-EDITED = ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern", "blocks.2.mlp.hook_post")
+EDITED = (
+    "blocks.1.hook_resid_pre",
+    "blocks.1.attn.hook_q",
+    "blocks.1.attn.hook_pattern",
+    "blocks.2.mlp.hook_post",
+)
 
 
 def half(x, hook):
@@ -69,7 +86,9 @@ def half(x, hook):
 
 def with_hooks(model, tokens):
     hooks = [(name, half) for name in EDITED]
-    model.run_with_hooks(tokens, fwd_hooks=hooks, bwd_hooks=[(name, lambda grad, hook: None) for name in EDITED])
+    model.run_with_hooks(
+        tokens, fwd_hooks=hooks, bwd_hooks=[(name, lambda grad, hook: None) for name in EDITED]
+    )
 
 
 def with_a_trace(model, tokens):
@@ -90,14 +109,18 @@ MEANWHILE = {
     "a cache": lambda model, tokens: model.run_with_cache(tokens),
     "a trace": with_a_trace,
     "hooks that stay": with_hooks_that_stay,
-    "another bridge": lambda model, tokens: TransformerBridge(model.original_model).run_with_cache(tokens),
+    "another bridge": (
+        lambda model, tokens: TransformerBridge(model.original_model).run_with_cache(tokens)
+    ),
 }
 
 
 @pytest.mark.unchecked  # the type checker's own lines are not ours
 @pytest.mark.parametrize("what", MEANWHILE)
 def test_a_run_keeps_its_hooks_at_every_moment_of_what_others_do(bridge, tokens, what):
-    """Between any two lines with which a thread attaches or detaches something, another one's run may come by."""
+    """Between any two lines with which a thread attaches or detaches something, another one's run
+    may come by.
+    """
     rooms = ("bridge.hooks", "bridge.wiring", "bridge.taps")
     seen, moments, locks = {}, set(), (bridge.wiring.lock, LOCK)
     hooks = [(name, half) for name in EDITED]

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from bridge.interventions import Add, AddScaled, Cap, Clamp, Mean, ProjectOnto, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import (
+    Add,
+    AddScaled,
+    Cap,
+    Clamp,
+    Mean,
+    ProjectOnto,
+    ProjectOut,
+    Replace,
+    Scale,
+    Set,
+    Zero,
+)
 
 RESID, Z, PATTERN = "blocks.1.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"
 LENGTH = 7
@@ -31,7 +43,8 @@ def mean(x):
 
 
 def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
-    """By name: the hook point, the operation, and the function that changes its activation in place, by hand.
+    """By name: the hook point, the operation, and the function that changes its activation in
+    place, by hand.
 
     Args:
         d_model, n_heads: of the model.
@@ -49,11 +62,16 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
 
     def out(x):  # what least squares leaves
         x -= (
-            torch.linalg.lstsq(rows.double().T, x.double().reshape(-1, d_model).T).solution.T @ rows.double()
+            torch.linalg.lstsq(rows.double().T, x.double().reshape(-1, d_model).T).solution.T
+            @ rows.double()
         ).view_as(x)
 
     def onto(x):
-        x.copy_((x.double() @ vector.double())[..., None] * vector.double() / vector.double().square().sum())
+        x.copy_(
+            (x.double() @ vector.double())[..., None]
+            * vector.double()
+            / vector.double().square().sum()
+        )
 
     def add_scaled(x):
         x += 0.5 * x.norm(dim=-1, keepdim=True) * vector / vector.norm()

@@ -1,4 +1,6 @@
-"""What is no file of interventions, or one for another model, is refused by name; nothing is executed."""
+"""What is no file of interventions, or one for another model, is refused by name; nothing is
+executed.
+"""
 
 import json
 import pickle
@@ -10,11 +12,26 @@ import torch
 from safetensors.torch import save_file
 
 from bridge import TransformerBridge, UnknownHookError
-from bridge.interventions import Add, Interventions, InterventionsFileError, OtherModelError, Zero, load
+from bridge.interventions import (
+    Add,
+    Interventions,
+    InterventionsFileError,
+    OtherModelError,
+    Zero,
+    load,
+)
 from tests.conftest import tiny
 
 POINT, HEADER = "blocks.1.hook_resid_post", "transformer_bridge_interventions"
-WHERE = {"positions": None, "keys": None, "heads": None, "features": None, "rows": None, "part": "all", "from_step": 0}
+WHERE = {
+    "positions": None,
+    "keys": None,
+    "heads": None,
+    "features": None,
+    "rows": None,
+    "part": "all",
+    "from_step": 0,
+}
 ENTRY = {"point": POINT, "operation": "Add", "value": {"tensor": "v"}, "scale": 1.0, **WHERE}
 
 
@@ -35,20 +52,29 @@ def changed(**fields):
 
 #: What is wrong, how the file is made, what the error says.
 HOSTILE = {
-    "unknown operation": (changed(operation="system"), "the operation 'system'; there are Set, Add"),
+    "unknown operation": (
+        changed(operation="system"),
+        "the operation 'system'; there are Set, Add",
+    ),
     "the base of all": (changed(operation="Operation"), "the operation 'Operation'"),
     "an operation that is no name": (changed(operation=["Add"]), "the operation"),
     "unknown point": (changed(point="blocks.7.hook_resid_post"), "blocks.7.hook_resid_post"),
     "a point that is no name": (changed(point=7), "no name"),
     "a field too many": (changed(harm="x"), "it needs"),
-    "a field too few": ([{name: value for name, value in ENTRY.items() if name != "rows"}], "it needs"),
+    "a field too few": (
+        [{name: value for name, value in ENTRY.items() if name != "rows"}],
+        "it needs",
+    ),
     "no object": (["Add"], "no object"),
     "no list": ({"a": 1}, "no list"),
     "a tensor that is not there": (changed(value={"tensor": "w"}), "the tensor 'w'"),
     "a number of text": (changed(value="os.system('x')"), "has to be a number"),
-    "an input of code": (changed(value={"input": "__import__('os')"}), "no name of an input"),
+    "an input of code": (changed(value={"input": "__import__('os')"}), "cannot be the name"),
     "a truth value": (changed(value=True), "has to be a number"),
-    "a head too many": ([{**ENTRY, "point": "blocks.1.attn.hook_z", "value": 1.0, "heads": [4]}], "has 4 of them"),
+    "a head too many": (
+        [{**ENTRY, "point": "blocks.1.attn.hook_z", "value": 1.0, "heads": [4]}],
+        "has 4 of them",
+    ),
     "heads where there are none": (changed(heads=[0]), "no heads among them"),
     "a backward slice": (changed(positions={"slice": [0, 3, -1]}), "goes forwards"),
     "half a slice": (changed(positions={"slice": [0, 3]}), "numbers or a slice"),
@@ -111,7 +137,9 @@ def test_hostile_bytes_are_refused(bridge, tmp_path):
     save_file({"v": torch.ones(1)}, file)
     with pytest.raises(InterventionsFileError, match="nothing says which"):
         load(file, bridge)
-    save_file({"v": torch.ones(1)}, file, {HEADER: '{"version": 1, "model": null, "interventions": NaN}'})
+    save_file(
+        {"v": torch.ones(1)}, file, {HEADER: '{"version": 1, "model": null, "interventions": NaN}'}
+    )
     with pytest.raises(InterventionsFileError, match="NaN"):
         load(file, bridge)
     with pytest.raises(InterventionsFileError):
@@ -130,7 +158,9 @@ def test_another_version_is_refused(bridge, tmp_path, version):
 def test_another_model_is_refused_and_another_name_warned_of(bridge, tmp_path):
     file = tmp_path / "x"
     Interventions([(POINT, Add(0.5))], bridge).save(file)
-    with pytest.raises(OtherModelError, match="class 'LlamaForCausalLM' there, 'GPT2LMHeadModel' here"):
+    with pytest.raises(
+        OtherModelError, match="class 'LlamaForCausalLM' there, 'GPT2LMHeadModel' here"
+    ):
         load(file, TransformerBridge(tiny("gpt2")))
     processed = TransformerBridge(tiny("llama"))
     processed.process_weights()
@@ -152,7 +182,11 @@ def test_what_cannot_be_saved_says_so(bridge, tmp_path):
 
     for function in (lambda x, hook: x, Mine()):
         made = Interventions([(POINT, function)], bridge)
-        assert bridge.run_with_hooks(torch.tensor([[1, 2]]), fwd_hooks=made).shape == (1, 2, 61)  # and goes everywhere
+        assert bridge.run_with_hooks(torch.tensor([[1, 2]]), fwd_hooks=made).shape == (
+            1,
+            2,
+            61,
+        )  # and goes everywhere
         with pytest.raises(TypeError, match="no data and cannot be saved"):
             made.save(tmp_path / "x")
     assert not (tmp_path / "x").exists()

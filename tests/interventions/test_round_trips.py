@@ -47,7 +47,9 @@ def wanted(bridge, hand):
 
 def test_every_operation_has_a_case():
     """But for the one that changes nothing: test_conditions.py."""
-    assert {type(operation).__name__ for _, operation, _ in cases(32, 4).values()} == set(OPERATIONS) - {"Probe"}
+    assert {type(operation).__name__ for _, operation, _ in cases(32, 4).values()} == set(
+        OPERATIONS
+    ) - {"Probe"}
 
 
 def test_run_hooks_and_added_hooks(case):
@@ -90,7 +92,9 @@ def test_program(case):
 
 
 def in_every_step(bridge, prompt, name, new):
-    """A generation that processes the whole sequence anew in each step, the function by hand on it."""
+    """A generation that processes the whole sequence anew in each step, the function by hand
+    on it.
+    """
     point, operation, change = cases(bridge.cfg.d_model, bridge.cfg.n_heads)[name]
     of_prompt = operation.chooses_tokens and point != PATTERN
     tokens, logits = prompt, []
@@ -104,9 +108,13 @@ def in_every_step(bridge, prompt, name, new):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "gemma2", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_with_and_without_a_cache_and_a_batch(name, family):
-    """The keys and values of an edited prompt are the edited ones, with windows, mixtures and sinks too."""
+    """The keys and values of an edited prompt are the edited ones, with windows, mixtures and sinks
+    too.
+    """
     bridge = TransformerBridge(
-        tiny_model(family, attn_implementation="eager" if family in ("gpt_oss", "gemma2") else "sdpa")
+        tiny_model(
+            family, attn_implementation="eager" if family in ("gpt_oss", "gemma2") else "sdpa"
+        )
     )
     point, operation, _ = cases(bridge.cfg.d_model, bridge.cfg.n_heads)[name]
     pairs = Interventions([(point, operation)], bridge)
@@ -115,13 +123,24 @@ def test_generation_with_and_without_a_cache_and_a_batch(name, family):
         for cached in (True, False):
             with bridge.hooks(fwd_hooks=pairs):
                 made = bridge.generate(
-                    TOKENS, 4, do_sample=False, verbose=False, stop_at_eos=False, use_past_kv_cache=cached,
+                    TOKENS,
+                    4,
+                    do_sample=False,
+                    verbose=False,
+                    stop_at_eos=False,
+                    use_past_kv_cache=cached,
                     output_logits=True,
-                )  # fmt: skip
+                )
             assert torch.equal(made.sequences, tokens)
             torch.testing.assert_close(torch.stack(made.logits, 1), logits, rtol=0, atol=1e-5)
         answers = bridge.generate_batch(
-            TOKENS, 4, interventions=pairs, do_sample=False, verbose=False, stop_at_eos=False, output_logits=True
+            TOKENS,
+            4,
+            interventions=pairs,
+            do_sample=False,
+            verbose=False,
+            stop_at_eos=False,
+            output_logits=True,
         )
         for answer in answers:
             assert answer.error is None
@@ -140,11 +159,24 @@ def test_harvest(case, tmp_path):
         "max_tokens": 4 * LENGTH,
         "hook_points": ["blocks.2.hook_resid_post"],
     }
-    harvest(bridge, TEXTS[:4], out=tmp_path / "data", interventions=Interventions([(point, operation)]), **options)
-    harvest(bridge, TEXTS[:4], out=tmp_path / "hand", interventions=[(point, by_hand(change))], **options)
+    harvest(
+        bridge,
+        TEXTS[:4],
+        out=tmp_path / "data",
+        interventions=Interventions([(point, operation)]),
+        **options,
+    )
+    harvest(
+        bridge,
+        TEXTS[:4],
+        out=tmp_path / "hand",
+        interventions=[(point, by_hand(change))],
+        **options,
+    )
     harvest(bridge, TEXTS[:4], out=tmp_path / "none", **options)
     data, by, none = (
-        numbers(read(tmp_path / folder), "blocks.2.hook_resid_post") for folder in ("data", "hand", "none")
+        numbers(read(tmp_path / folder), "blocks.2.hook_resid_post")
+        for folder in ("data", "hand", "none")
     )
     np.testing.assert_allclose(data, by, rtol=0, atol=1e-5)
     assert np.abs(data - none).max() > 1e-3
@@ -159,10 +191,15 @@ def test_repr_is_code(case):
 def test_what_a_file_says(case):
     """Tensors and JSON: another program reads it without this one."""
     _, loaded, _, file = case
-    code = "import sys, safetensors; print(safetensors.safe_open(sys.argv[1], 'pt').metadata()[sys.argv[2]])"
+    code = (
+        "import sys, safetensors; print(safetensors.safe_open(sys.argv[1],"
+        " 'pt').metadata()[sys.argv[2]])"
+    )
     said = json.loads(
         subprocess.run(
-            [sys.executable, "-c", code, str(file), "transformer_bridge_interventions"], capture_output=True, check=True
+            [sys.executable, "-c", code, str(file), "transformer_bridge_interventions"],
+            capture_output=True,
+            check=True,
         ).stdout
     )
     assert said["version"] == 2
@@ -174,9 +211,14 @@ def test_what_a_file_says(case):
 
 
 def test_a_pass_that_was_left_behind_says_nothing_of_another_ones_rows():
-    """Neither of a model that an interrupt left, nor of one whose hooks another thread took away midway."""
+    """Neither of a model that an interrupt left, nor of one whose hooks another thread took away
+    midway.
+    """
     bridge, other = TransformerBridge(tiny("llama")), TransformerBridge(tiny("llama"))
-    tokens, point = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10], [0, 3, 4, 5]]), "blocks.1.hook_resid_post"
+    tokens, point = (
+        torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10], [0, 3, 4, 5]]),
+        "blocks.1.hook_resid_post",
+    )
     mask, operation = (tokens > 0).long(), Set(torch.ones(32), positions=0)
     x = torch.zeros(3, 4, 32)
     live = []
@@ -197,7 +239,9 @@ def test_a_pass_that_was_left_behind_says_nothing_of_another_ones_rows():
         made = operation(x, bridge.hook_dict[point])
         assert made[:, 0].all() and not made[:, 1:].any(), function
         watch = Mean(over="features", positions=0)  # a pass of the other model knows its own rows
-        with other.hooks(fwd_hooks=[(point, watch), (point, lambda x, hook: live.append(x.clone()))]):
+        with other.hooks(
+            fwd_hooks=[(point, watch), (point, lambda x, hook: live.append(x.clone()))]
+        ):
             other.original_model(torch.tensor([[5, 6, 7], [8, 9, 10]]))
         first = live.pop()[:, 0]
         torch.testing.assert_close(first, first.mean(-1, keepdim=True).expand_as(first))

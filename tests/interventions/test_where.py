@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.interventions import Add, Clamp, Interventions, Mean, Probe, ProjectOut, Replace, Scale, Set, Zero
+from bridge.interventions import (
+    Add,
+    Clamp,
+    Interventions,
+    Mean,
+    Probe,
+    ProjectOut,
+    Replace,
+    Scale,
+    Set,
+    Zero,
+)
 from tests.conftest import tiny
 
 POINT = "blocks.1.hook_resid_post"
@@ -39,16 +50,25 @@ def test_rows_of_a_padded_batch_are_edited_as_if_alone(bridge, side, positions):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     "where",
-    [{"positions": 0}, {"positions": -1}, {"positions": slice(1, 3)}, {"part": "prompt"}, {"part": "generated"},
-     {"from_step": 2}],
-)  # fmt: skip
+    [
+        {"positions": 0},
+        {"positions": -1},
+        {"positions": slice(1, 3)},
+        {"part": "prompt"},
+        {"part": "generated"},
+        {"from_step": 2},
+    ],
+)
 def test_rows_of_a_padded_generation_are_edited_as_if_alone(bridge, side, where):
     hooks = [(POINT, Add(2.0 * torch.arange(32).sin(), **where))]
     tokens, mask = padded(side)
     greedy = {"do_sample": False, "verbose": False, "stop_at_eos": False, "output_logits": True}
     with bridge.hooks(fwd_hooks=hooks):
         together = torch.stack(bridge.generate(tokens, 4, attention_mask=mask, **greedy).logits, 1)
-        alone = [torch.stack(bridge.generate(torch.tensor([row]), 4, **greedy).logits, 1)[0] for row in ROWS]
+        alone = [
+            torch.stack(bridge.generate(torch.tensor([row]), 4, **greedy).logits, 1)[0]
+            for row in ROWS
+        ]
     torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-5)
     free = torch.stack(bridge.generate(tokens, 4, attention_mask=mask, **greedy).logits, 1)
     assert (free - together).abs().max() > 1e-3
@@ -69,7 +89,9 @@ def test_steps_are_those_of_the_bridge(bridge):
     assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("operation", [Add(1.0, positions=-1), Scale(0.5, part="prompt"), Zero(from_step=1)])
+@pytest.mark.parametrize(
+    "operation", [Add(1.0, positions=-1), Scale(0.5, part="prompt"), Zero(from_step=1)]
+)
 def test_what_cannot_be_known_is_refused(bridge, operation):
     hooks = [(POINT, operation)]
     tokens = torch.tensor([ROWS[0]])
@@ -84,7 +106,10 @@ def test_what_cannot_be_known_is_refused(bridge, operation):
     mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="with padding a program does not"):
         program(tokens, attention_mask=mask)
-    with bridge.hooks(fwd_hooks=hooks), pytest.raises(ValueError, match="do not stay in the sequence"):
+    with (
+        bridge.hooks(fwd_hooks=hooks),
+        pytest.raises(ValueError, match="do not stay in the sequence"),
+    ):
         bridge.generate(tokens, 3, do_sample=False, verbose=False, prompt_lookup_num_tokens=2)
 
 
@@ -113,8 +138,15 @@ def test_points_and_numbers_that_do_not_fit_are_refused_before_anything_runs(bri
     bridge.reset_hooks()
     with pytest.raises(IndexError, match="one of positions at"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Zero(positions=6))])
-    for operation in (Add(torch.ones(33)), Set(torch.ones(1, 1, 31)), Scale(torch.ones(5)), ProjectOut(torch.ones(31))):
-        with pytest.raises(ValueError, match=rf"has shape .* {POINT} has 32 entries along its last axis, d_model"):
+    for operation in (
+        Add(torch.ones(33)),
+        Set(torch.ones(1, 1, 31)),
+        Scale(torch.ones(5)),
+        ProjectOut(torch.ones(31)),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"has shape .* {POINT} has 32 entries along its last axis, d_model"
+        ):
             bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)])
     with pytest.raises(ValueError, match="needs the positions of the prompt"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, Replace(torch.ones(1, 5, 32)))])
@@ -123,7 +155,7 @@ def test_points_and_numbers_that_do_not_fit_are_refused_before_anything_runs(bri
 @pytest.mark.unchecked
 def test_arguments_that_mean_nothing_are_refused():
     for make, said in (
-        (lambda: Add("two words"), "no name of an input"),
+        (lambda: Add("two words"), "cannot be the name of an input"),
         (lambda: Add([1.0]), "must be a tensor"),
         (lambda: Zero(positions=[]), "chooses nothing"),
         (lambda: Zero(positions=1.5), "whole number"),
@@ -141,7 +173,9 @@ def test_inputs_by_name(bridge):
     tokens = torch.tensor([ROWS[0]])
     vector = torch.arange(32.0)
     made = Interventions([(POINT, Add("vector", "strength", positions=-1))], bridge)
-    program = bridge.program(interventions=made, inputs={"vector": torch.zeros(32), "strength": 1.0})
+    program = bridge.program(
+        interventions=made, inputs={"vector": torch.zeros(32), "strength": 1.0}
+    )
     wanted = bridge.run_with_hooks(tokens, fwd_hooks=made.with_inputs(vector=vector, strength=0.5))
     assert torch.equal(program(tokens, vector=vector, strength=0.5)["logits"], wanted)
     assert (wanted - bridge(tokens)).abs().max() > 0.1
@@ -156,11 +190,14 @@ def test_inputs_by_name(bridge):
 def test_a_vector_can_be_learned(bridge):
     """An operation keeps the tensor that it was given: gradients reach it."""
     vector = torch.zeros(32, requires_grad=True)
-    bridge.run_with_hooks(torch.tensor([ROWS[0]]), fwd_hooks=[(POINT, Add(vector))])[0, -1].max().backward()
+    bridge.run_with_hooks(torch.tensor([ROWS[0]]), fwd_hooks=[(POINT, Add(vector))])[
+        0, -1
+    ].max().backward()
     assert vector.grad is not None and vector.grad.abs().sum() > 0
 
 
-# What an operation is called by may be a user's own: a function, the body of a trace, a run that a hook starts.
+# What an operation is called by may be a user's own: a function, the body of a trace, a run that a
+# hook starts.
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -170,7 +207,9 @@ def test_an_operation_that_a_function_or_a_body_calls_knows_the_padding(bridge, 
     tokens, mask = padded(side)
     expected = bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)], attention_mask=mask)
     called = [(POINT, lambda x, hook: operation(x, hook))]
-    assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=called, attention_mask=mask), expected)
+    assert torch.equal(
+        bridge.run_with_hooks(tokens, fwd_hooks=called, attention_mask=mask), expected
+    )
     with bridge.trace(tokens, attention_mask=mask) as run:
         run[POINT] = operation(run[POINT], point)
     assert torch.equal(run.logits, expected)
@@ -188,17 +227,44 @@ def test_an_operation_that_a_function_or_a_body_calls_knows_the_padding(bridge, 
     assert torch.equal(inner.logits, bridge.run_with_hooks(tokens, fwd_hooks=[(POINT, operation)]))
 
 
-def test_a_function_s_operation_in_a_run_that_continues_another_is_refused(bridge):
+@pytest.mark.parametrize("positions", [-1, slice(0, -1), [0, -2]])
+def test_a_run_that_continues_another_does_not_know_the_prompts_end(bridge, positions):
     tokens = torch.tensor([ROWS[0]])
     _, past = bridge(tokens, return_type="logits_and_cache")
-    called = [(POINT, lambda x, hook: Add(2.0, positions=-1)(x, hook))]
+    called = [(POINT, lambda x, hook: Add(2.0, positions=positions)(x, hook))]
     with pytest.raises(ValueError, match="continues another one"):
         bridge.run_with_hooks(tokens[:, :2], fwd_hooks=called, past_key_values=past)
 
 
+@pytest.mark.parametrize("cut", [2, 4])
+@pytest.mark.parametrize("positions", [slice(0, 1), slice(1, 5), slice(3, None), slice(0, 6, 2)])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("name", [POINT, "blocks.1.attn.hook_pattern"])
+def test_a_run_that_continues_another_knows_its_positions(bridge, cut, positions, padding, name):
+    hooks = [(name, Scale(0.5, positions=positions))]
+    tokens, mask = padded("left")
+    if not padding:
+        tokens, mask = tokens[:1], torch.ones_like(tokens[:1])
+    whole = bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=mask)
+    _, past = bridge.run_with_hooks(
+        tokens[:, :cut],
+        fwd_hooks=hooks,
+        attention_mask=mask[:, :cut],
+        return_type="logits_and_cache",
+    )
+    rest = bridge.run_with_hooks(
+        tokens[:, cut:], fwd_hooks=hooks, attention_mask=mask, past_key_values=past
+    )
+    real = mask[:, cut:].bool()
+    torch.testing.assert_close(rest[real], whole[:, cut:][real], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_run_of_another_bridge_says_what_is_padding(bridge, side):
-    other, hooks = TransformerBridge(bridge.original_model), [(POINT, Add(2.0, positions=slice(0, -1)))]
+    other, hooks = (
+        TransformerBridge(bridge.original_model),
+        [(POINT, Add(2.0, positions=slice(0, -1)))],
+    )
     tokens, mask = padded(side)
     expected = bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=mask)
     with bridge.hooks(fwd_hooks=hooks):
@@ -217,7 +283,9 @@ def test_an_operation_on_gradients_knows_the_padding(bridge, side):
         logits[mask.bool()].logsumexp(-1).sum().backward()
         return embeddings.grad[mask.bool()]
 
-    alone = [gradient(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)) for row in ROWS]
+    alone = [
+        gradient(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)) for row in ROWS
+    ]
     torch.testing.assert_close(gradient(tokens, mask), torch.cat(alone), rtol=0, atol=1e-4)
 
 
@@ -229,19 +297,29 @@ def test_a_mask_of_queries_and_keys_does_not_say_what_is_padding(bridge):
     hooks = [(POINT, Add(2.0, positions=0))]
     with pytest.raises(ValueError, match="not which tokens are padding"):
         bridge.run_with_hooks(tokens, fwd_hooks=hooks, attention_mask=given, position_ids=positions)
-    with pytest.raises(ValueError, match="not which tokens are padding"), bridge.hooks(fwd_hooks=hooks):
+    with (
+        pytest.raises(ValueError, match="not which tokens are padding"),
+        bridge.hooks(fwd_hooks=hooks),
+    ):
         bridge.original_model(tokens, attention_mask=given, position_ids=positions)
     everywhere = [(POINT, Add(2.0))]
     expected = bridge.run_with_hooks(tokens, fwd_hooks=everywhere, attention_mask=mask)[mask.bool()]
-    found = bridge.run_with_hooks(tokens, fwd_hooks=everywhere, attention_mask=given, position_ids=positions)
+    found = bridge.run_with_hooks(
+        tokens, fwd_hooks=everywhere, attention_mask=given, position_ids=positions
+    )
     torch.testing.assert_close(found[mask.bool()], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", [{"positions": -1}, {"part": "prompt"}, {"part": "generated"}, {"from_step": 2}])
+@pytest.mark.parametrize(
+    "where", [{"positions": -1}, {"part": "prompt"}, {"part": "generated"}, {"from_step": 2}]
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_traced_generation_counts_as_one_that_is_not(bridge, where, side):
     operation = Add(2.0 * torch.arange(32).sin(), **where)
-    hooks = [("blocks.0.hook_resid_post", probe := Probe(torch.ones(32), "sure", over="rows")), (POINT, operation)]
+    hooks = [
+        ("blocks.0.hook_resid_post", probe := Probe(torch.ones(32), "sure", over="rows")),
+        (POINT, operation),
+    ]
     hooks.append(("blocks.2.hook_resid_post", Add(0.5, where=probe > -100)))
     tokens, mask = padded(side)
     greedy = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "attention_mask": mask}
@@ -261,7 +339,10 @@ def test_a_run_that_a_hook_of_a_generation_starts_is_no_step_of_it(bridge):
     """Its tokens are all its prompt, whatever step the generation is at."""
     tokens, mask = padded("left")
     other = torch.tensor([ROWS[0][::-1] * 2])
-    hooks = [(POINT, Add(2.0, positions=-1)), ("blocks.2.hook_resid_post", Add(1.0, part="generated"))]
+    hooks = [
+        (POINT, Add(2.0, positions=-1)),
+        ("blocks.2.hook_resid_post", Add(1.0, part="generated")),
+    ]
     runs = (bridge, lambda x: bridge.original_model(x).logits)
     found, steps, running = [], [], []
 
@@ -275,6 +356,8 @@ def test_a_run_that_a_hook_of_a_generation_starts_is_no_step_of_it(bridge):
     with bridge.hooks(fwd_hooks=hooks):
         expected = bridge(other)
         with bridge.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", runs_another)]):
-            bridge.generate(tokens, 3, attention_mask=mask, do_sample=False, verbose=False, stop_at_eos=False)
+            bridge.generate(
+                tokens, 3, attention_mask=mask, do_sample=False, verbose=False, stop_at_eos=False
+            )
     assert len(found) == 6 and all(torch.equal(one, expected) for one in found)
     assert steps == [None, None, 0, None, None, 1, None, None, 2]

@@ -6,7 +6,9 @@ from tests.reference import DATA
 
 @pytest.fixture(scope="session")
 def loaded():
-    """The tiny GPT-2 of the reference, as HookedTransformer loads it. No test changes its weights."""
+    """The tiny GPT-2 of the reference, as HookedTransformer loads it. No test changes its
+    weights.
+    """
     return HookedTransformer.from_pretrained(str(DATA / "gpt2"), device="cpu")
 
 

@@ -1,4 +1,6 @@
-"""Programs that import `transformer_lens` itself, each in a process of its own: it goes for a whole one."""
+"""Programs that import `transformer_lens` itself, each in a process of its own: it goes for a whole
+one.
+"""
 
 import subprocess
 import sys
@@ -54,7 +56,6 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformer_lens.utilities import Slice, get_device, test_prompt, to_numpy
 from transformer_lens.utilities.devices import get_device as again
-from transformer_lens.utilities.multi_gpu import sort_devices_based_on_available_memory
 import transformer_lens.utilities.tensors as tensors
 
 assert tensors.to_numpy is to_numpy and get_device is again
@@ -81,7 +82,9 @@ def test_version_4():
 
 
 def run(program):
-    return subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
 
 
 def test_every_way_to_import_it():
@@ -96,7 +99,9 @@ def test_every_way_to_import_it():
 
 @pytest.mark.parametrize("first", ["", "import bridge.legacy\n"])
 def test_the_other_one_must_not_be_there_yet(first):
-    done = run(f"{first}import sys, types; sys.modules['transformer_lens'] = types.ModuleType('transformer_lens')\n"
-               "import bridge.legacy.as_transformer_lens")  # fmt: skip
+    done = run(
+        f"{first}import sys, types; sys.modules['transformer_lens'] ="
+        " types.ModuleType('transformer_lens')\nimport bridge.legacy.as_transformer_lens"
+    )
     assert done.returncode == 1
     assert "transformer_lens has been imported already" in done.stderr

@@ -11,7 +11,15 @@ from bridge.legacy import (
 
 
 def config(**more):
-    fields = {"n_layers": 2, "d_model": 32, "n_ctx": 32, "d_head": 8, "n_heads": 4, "d_vocab": 9, "attn_only": True}
+    fields = {
+        "n_layers": 2,
+        "d_model": 32,
+        "n_ctx": 32,
+        "d_head": 8,
+        "n_heads": 4,
+        "d_vocab": 9,
+        "attn_only": True,
+    }
     return HookedTransformerConfig(**fields | more)
 
 

@@ -1,4 +1,4 @@
-"""`HookedEncoder`, `BertNextSentencePrediction` and `HookedEncoderDecoder` against Hugging Face's own outputs."""
+"""`HookedEncoder` and `HookedEncoderDecoder` against Hugging Face's own outputs."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from bridge.legacy import BertNextSentencePrediction, HookedEncoder, HookedEncoderDecoder, HookedTransformer
+from bridge.legacy import HookedEncoder, HookedEncoderDecoder, HookedTransformer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS += ["the", "a", "cat", "dog", "sat", "ran", "on", "to", "mat", "store", ",", "."]
@@ -32,9 +32,13 @@ def tokenizer():
 def folder(tokenizer, tmp_path_factory):
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
         max_position_embeddings=20,
-    )  # fmt: skip
+    )
     hf = BertForPreTraining(config)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -68,7 +72,9 @@ def test_texts_and_tokens(encoder, masked, tokenizer):
     encoded = tokenizer(MASKED, return_tensors="pt", padding=True)
     right = masked(**encoded).logits
     assert close(encoder(MASKED), right)
-    assert close(encoder(encoded["input_ids"], one_zero_attention_mask=encoded["attention_mask"]), right)
+    assert close(
+        encoder(encoded["input_ids"], one_zero_attention_mask=encoded["attention_mask"]), right
+    )
     tokens, types, mask = encoder.to_tokens(MASKED)
     assert torch.equal(tokens, encoded["input_ids"])
     assert torch.equal(types, encoded["token_type_ids"])
@@ -84,8 +90,13 @@ def test_predictions(encoder, masked, tokenizer):
     best = masked(**encoded).logits.argmax(-1)[encoded["input_ids"] == tokenizer.mask_token_id]
     words = [tokenizer.decode(token) for token in best]
     assert encoder(MASKED[:1], "predictions") == encoder(MASKED[0], "predictions") == words[0]
-    assert encoder(MASKED, "predictions") == [f"Prediction {i}: {word}" for i, word in enumerate(words)]
-    assert encoder(tokenizer(MASKED[1], return_tensors="pt")["input_ids"], return_type="predictions") == words[1]
+    assert encoder(MASKED, "predictions") == [
+        f"Prediction {i}: {word}" for i, word in enumerate(words)
+    ]
+    assert (
+        encoder(tokenizer(MASKED[1], return_tensors="pt")["input_ids"], return_type="predictions")
+        == words[1]
+    )
 
 
 def test_parts_of_bert(encoder, masked, sequential, tokenizer):
@@ -98,54 +109,18 @@ def test_parts_of_bert(encoder, masked, sequential, tokenizer):
     last = sequential.bert(**encoded).last_hidden_state
     assert close(encoder.encoder_output(tokens, types), last)
     assert torch.equal(encoder.pooler(last), sequential.bert.pooler(last))
-    assert torch.equal(encoder.nsp_head(encoder.pooler(last)), sequential.cls(sequential.bert.pooler(last)))
+    assert torch.equal(
+        encoder.nsp_head(encoder.pooler(last)), sequential.cls(sequential.bert.pooler(last))
+    )
     assert torch.equal(encoder.mlm_head(last), masked.cls.predictions.transform(last))
     assert torch.equal(encoder.unembed(encoder.mlm_head(last)), masked.cls.predictions(last))
     attention = masked.bert.encoder.layer[0].attention
     right = attention.output.dense(attention.self(embedded)[0])
     assert close(encoder.blocks[0].attn(embedded, embedded, embedded), right)
     block = masked.bert.encoder.layer[0](embedded)
-    assert close(encoder.blocks[0](embedded), block if isinstance(block, torch.Tensor) else block[0])
-
-
-def test_next_sentences(encoder, sequential, tokenizer):
-    model, encoded = BertNextSentencePrediction(encoder), tokenizer(*PAIR, return_tensors="pt")
-    right = sequential(**encoded).logits
-    assert close(model(PAIR), right)
-    tokens, types = encoded["input_ids"], encoded["token_type_ids"]
-    assert close(model(tokens, token_type_ids=types), right)
-    answers = ("The sentences are sequential", "The sentences are NOT sequential")
-    assert model(PAIR, "predictions") == answers[int(right.argmax())]
-    both = model(tokens.repeat(2, 1), "predictions", types.repeat(2, 1))
-    assert both == [answers[int(right.argmax())]] * 2
-    assert model(PAIR, return_type=None) is None
-    logits, cache = model.run_with_cache(input=PAIR, names_filter=["pooler.hook_pooler_out", "nsp_head.hook_nsp_out"])
-    assert torch.equal(cache["nsp_head.hook_nsp_out"], logits.detach())
-    assert close(cache["pooler.hook_pooler_out"], sequential.bert(**encoded).pooler_output)
-    _, plain = model.run_with_cache(PAIR, return_cache_object=False, remove_batch_dim=True)
-    assert plain["blocks.0.hook_resid_pre"].ndim == 2
-    assert {"embed.hook_embed", "mlm_head.ln.hook_normalized"} <= set(plain)
-    head = encoder.original_model.cls.seq_relationship
-    model(PAIR).sum().backward()
-    assert head.weight.grad.any()
-    encoder.zero_grad()
-    with encoder.hooks(fwd_hooks=[("pooler.hook_pooler_out", lambda x, hook: x * 0)]):
-        assert close(model(PAIR), head.bias[None])
-    assert all(not point.listeners for point in encoder.hook_dict.values())
-
-
-@pytest.mark.unchecked
-def test_what_next_sentences_need(encoder, masked, tokenizer):
-    model = BertNextSentencePrediction(encoder)
-    for sentences in (PAIR[:1], [*PAIR, "a cat"], "a cat"):
-        with pytest.raises(ValueError, match="a list of two sentences"):
-            model(sentences)
-    with pytest.raises(ValueError, match="tokens need token_type_ids"):
-        model(torch.tensor([[2, 5, 3]]))
-    with pytest.raises(ValueError, match="return_type is 'loss'"):
-        model(PAIR, "loss")
-    with pytest.raises(ValueError, match="BertForMaskedLM has no head for next sentences"):
-        BertNextSentencePrediction(HookedEncoder(masked, tokenizer))
+    assert close(
+        encoder.blocks[0](embedded), block if isinstance(block, torch.Tensor) else block[0]
+    )
 
 
 def test_a_checkpoint_without_the_other_head(masked, tokenizer, tmp_path):
@@ -153,7 +128,9 @@ def test_a_checkpoint_without_the_other_head(masked, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     model = HookedEncoder.from_pretrained(str(tmp_path), device="cpu")
     assert type(model.original_model) is BertForMaskedLM
-    with pytest.raises(ValueError, match=r"reads in both directions: HookedEncoder\.from_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"reads in both directions: HookedEncoder\.from_pretrained"
+    ):
         HookedTransformer.from_pretrained(str(tmp_path), device="cpu")
 
 
@@ -161,11 +138,19 @@ def test_a_checkpoint_without_the_other_head(masked, tokenizer, tmp_path):
 def test_encoders_from_configurations(tokenizer, folder):
     model = HookedEncoder(FIELDS, tokenizer=tokenizer)
     assert model.tokenizer is tokenizer
-    assert (model.cfg.d_vocab, model.cfg.n_heads, model.cfg.attention_dir) == (len(WORDS), 3, "bidirectional")
+    assert (model.cfg.d_vocab, model.cfg.n_heads, model.cfg.attention_dir) == (
+        len(WORDS),
+        3,
+        "bidirectional",
+    )
     assert model("a cat").shape == (1, 4, len(WORDS))
     tokens = torch.tensor([[2, 5, 6, 3]])
-    assert not torch.allclose(model(tokens)[0, 1], model(torch.tensor([[2, 5, 7, 3]]))[0, 1], atol=1e-6)
-    assert isinstance(HookedEncoder(FIELDS | {"tokenizer_name": folder}).tokenizer, BertTokenizerFast)
+    assert not torch.allclose(
+        model(tokens)[0, 1], model(torch.tensor([[2, 5, 7, 3]]))[0, 1], atol=1e-6
+    )
+    assert isinstance(
+        HookedEncoder(FIELDS | {"tokenizer_name": folder}).tokenizer, BertTokenizerFast
+    )
     assert HookedEncoder(FIELDS | {"d_vocab": 22}).tokenizer is None
     with pytest.raises(AssertionError, match="Must provide a tokenizer if d_vocab is not provided"):
         HookedEncoder(FIELDS)
@@ -183,18 +168,33 @@ def test_encoders_from_configurations(tokenizer, folder):
 @pytest.fixture(scope="module")
 def seq2seq():
     torch.manual_seed(0)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<pad>", "</s>", *WORDS[1:]])}, "[UNK]"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["<pad>", "</s>", *WORDS[1:]])}, "[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    words.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
     config = T5Config(
-        vocab_size=len(WORDS) + 1, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=len(WORDS) + 1,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     hf = T5ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return HookedEncoderDecoder.from_pretrained("t5-small", hf_model=hf, tokenizer=tokenizer, device="cpu"), hf
+    return (
+        HookedEncoderDecoder.from_pretrained(
+            "t5-small", hf_model=hf, tokenizer=tokenizer, device="cpu"
+        ),
+        hf,
+    )
 
 
 def test_an_encoder_decoders_texts(seq2seq):
@@ -219,14 +219,23 @@ def test_an_encoder_decoder_generates(seq2seq):
     model, hf = seq2seq
     encoded = model.tokenizer(PAIR[0], return_tensors="pt")
     right = hf.generate(**encoded, do_sample=False, max_new_tokens=6)
-    assert model.generate(PAIR[0], do_sample=False, max_new_tokens=6, verbose=False) == model.tokenizer.decode(
-        right[0], skip_special_tokens=True
+    assert model.generate(
+        PAIR[0], do_sample=False, max_new_tokens=6, verbose=False
+    ) == model.tokenizer.decode(right[0], skip_special_tokens=True)
+    made = model.generate(
+        encoded["input_ids"], encoded["attention_mask"], 6, do_sample=False, verbose=False
     )
-    made = model.generate(encoded["input_ids"], encoded["attention_mask"], 6, do_sample=False, verbose=False)
     assert torch.equal(made, right)
     torch.manual_seed(0)
     many = encoded["input_ids"].repeat(30, 1)
-    assert len(model.generate(many, None, 1, temperature=9.0, stop_at_eos=False, verbose=False)[:, -1].unique()) > 5
+    assert (
+        len(
+            model.generate(many, None, 1, temperature=9.0, stop_at_eos=False, verbose=False)[
+                :, -1
+            ].unique()
+        )
+        > 5
+    )
 
 
 def test_an_encoder_decoder_from_a_configuration():
@@ -234,12 +243,21 @@ def test_an_encoder_decoder_from_a_configuration():
     model = HookedEncoderDecoder(fields)
     assert model([[1, 2, 3]], [[0, 4]]).shape == (1, 2, 30)
     config = model.core.config
-    assert (config.relative_attention_num_buckets, config.relative_attention_max_distance) == (8, 128)
+    assert (config.relative_attention_num_buckets, config.relative_attention_max_distance) == (
+        8,
+        128,
+    )
     assert model.to("cpu", torch.float64).cpu() is model
-    assert model.to(torch.float32, False).to(torch.float64, print_details=False).cfg.dtype == torch.float64
+    assert (
+        model.to(torch.float32, False).to(torch.float64, print_details=False).cfg.dtype
+        == torch.float64
+    )
     assert model([[1, 2]], [[0]]).dtype == torch.float64
     assert (config.d_kv, config.d_ff, config.decoder_start_token_id) == (4, 48, 0)
-    assert HookedEncoderDecoder(fields | {"gated_mlp": True}).core.config.feed_forward_proj == "gated-relu"
+    assert (
+        HookedEncoderDecoder(fields | {"gated_mlp": True}).core.config.feed_forward_proj
+        == "gated-relu"
+    )
     with pytest.raises(ValueError, match="attn_only is True; in a HookedEncoderDecoder"):
         HookedEncoderDecoder(fields | {"attn_only": True})
 
@@ -252,7 +270,10 @@ def test_parts_of_t5(seq2seq):
     assert torch.equal(bias, hf.encoder.block[0].layer[0].SelfAttention.compute_bias(5, 5))
     assert model.encoder[0].attn.has_relative_attention_bias
     assert not model.encoder[1].attn.has_relative_attention_bias
-    assert model.encoder[1].attn.relative_attention_num_buckets == hf.config.relative_attention_num_buckets
+    assert (
+        model.encoder[1].attn.relative_attention_num_buckets
+        == hf.config.relative_attention_num_buckets
+    )
     x = model.embed(tokens)
     assert torch.equal(x, cache["hook_embed"])
     for block in model.encoder:
@@ -261,7 +282,10 @@ def test_parts_of_t5(seq2seq):
     assert close(encoded, hf.encoder(tokens).last_hidden_state)
     y, bias = model.embed(given), hf.decoder.block[0].layer[0].SelfAttention.compute_bias(3, 3)
     for i, block in enumerate(model.decoder):
-        stream = {name: cache[f"decoder.{i}.hook_{name}"] for name in ("resid_pre", "attn_out", "cross_attn_out")}
+        stream = {
+            name: cache[f"decoder.{i}.hook_{name}"]
+            for name in ("resid_pre", "attn_out", "cross_attn_out")
+        }
         assert close(y, stream["resid_pre"])
         normed = block.ln1(y)
         assert close(block.attn(normed, normed, normed, position_bias=bias), stream["attn_out"])

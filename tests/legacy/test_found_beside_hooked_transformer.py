@@ -1,4 +1,6 @@
-"""What was found by running the same lines with HookedTransformer 2.18 and here, and comparing what they give."""
+"""What was found by running the same lines with HookedTransformer 2.18 and here, and comparing what
+they give.
+"""
 
 import numpy as np
 import pytest
@@ -35,7 +37,8 @@ def test_functions_are_asked_about_its_names_alone(ending, found):
     assert list(cache) == [f"blocks.{layer}.{name}" for layer in range(2) for name in found]
     seen = []
     model.run_with_hooks(
-        TOKENS, fwd_hooks=[(lambda name: name.endswith(ending), lambda x, hook: seen.append(hook.name))]
+        TOKENS,
+        fwd_hooks=[(lambda name: name.endswith(ending), lambda x, hook: seen.append(hook.name))],
     )
     assert seen == list(cache)
 
@@ -48,10 +51,14 @@ def test_a_function_still_finds_what_only_the_bridge_has():
     assert list(cache) == ["blocks.0.attn.hook_result", "blocks.1.attn.hook_result"]
 
 
-# Recorded from HookedTransformer 2.18: the first two numbers of four matrices after `torch.manual_seed(0)`, and what
-# torch draws next.
+# Recorded from HookedTransformer 2.18: the first two numbers of four matrices after
+# `torch.manual_seed(0)`, and what torch draws next.
 DRAWN = [
-    ({"seed": 3}, [-0.02168, 0.10179, 0.0951, 0.1631, -0.47931, -0.20724, -0.26475, 0.01071], 0.8658),
+    (
+        {"seed": 3},
+        [-0.02168, 0.10179, 0.0951, 0.1631, -0.47931, -0.20724, -0.26475, 0.01071],
+        0.8658,
+    ),
     (
         {"init_mode": "xavier_uniform"},
         [-0.00432, 0.30972, -0.38635, 0.02443, -0.22932, 0.05556, -0.51181, -0.03666],
@@ -62,7 +69,11 @@ DRAWN = [
         [-0.50349, -0.51535, -0.39572, 0.37722, 0.13519, -0.23695, 0.10179, -0.51641],
         0.75544,
     ),
-    ({"init_mode": "muP"}, [-1.12584, -1.15236, -0.27982, 0.26674, 0.09559, -0.16755, 0.20359, -1.03283], 0.75544),
+    (
+        {"init_mode": "muP"},
+        [-1.12584, -1.15236, -0.27982, 0.26674, 0.09559, -0.16755, 0.20359, -1.03283],
+        0.75544,
+    ),
     (
         {"gated_mlp": True, "n_key_value_heads": 1},
         [-0.31844, -0.32594, -0.15829, 0.15089, -0.24701, 0.00121, -0.31763, 0.17564],
@@ -71,10 +82,14 @@ DRAWN = [
 ]
 
 
-@pytest.mark.parametrize(("change", "numbers", "next_number"), DRAWN, ids=[str(change) for change, *_ in DRAWN])
+@pytest.mark.parametrize(
+    ("change", "numbers", "next_number"), DRAWN, ids=[str(change) for change, *_ in DRAWN]
+)
 def test_the_same_weights_are_drawn_from_the_same_seed(change, numbers, next_number):
     torch.manual_seed(0)
-    model = HookedTransformer(BASE | {"n_layers": 1, "d_model": 8, "n_ctx": 6, "n_heads": 2, "d_vocab": 10} | change)
+    model = HookedTransformer(
+        BASE | {"n_layers": 1, "d_model": 8, "n_ctx": 6, "n_heads": 2, "d_vocab": 10} | change
+    )
     assert torch.rand(1).item() == pytest.approx(next_number, abs=1e-5)
     weights = model.state_dict()
     names = ("embed.W_E", "blocks.0.attn.W_O", "blocks.0.mlp.W_out", "unembed.W_U")
@@ -85,7 +100,9 @@ def test_the_same_weights_are_drawn_from_the_same_seed(change, numbers, next_num
 def test_the_norm_in_solu_ln_has_weights():
     model = HookedTransformer(BASE | {"act_fn": "solu_ln"})
     generator = torch.Generator().manual_seed(0)
-    given = {name: torch.randn(x.shape, generator=generator) for name, x in model.state_dict().items()}
+    given = {
+        name: torch.randn(x.shape, generator=generator) for name, x in model.state_dict().items()
+    }
     assert {"blocks.0.mlp.ln.w", "blocks.1.mlp.ln.b"} <= given.keys()
     model.load_state_dict(given)
     mlp = {name.removeprefix("blocks.1.mlp."): x.double() for name, x in given.items()}
@@ -139,7 +156,8 @@ def test_a_text_that_is_too_long_is_cut_in_runs_too(model):
     assert tokens.shape[1] == model.cfg.n_ctx < model.to_tokens(LONG, truncate=False).shape[1]
     assert torch.equal(model(LONG), model(tokens))
     assert torch.equal(
-        model.run_with_cache(LONG)[1]["resid_post", -1], model.run_with_cache(tokens)[1]["resid_post", -1]
+        model.run_with_cache(LONG)[1]["resid_post", -1],
+        model.run_with_cache(tokens)[1]["resid_post", -1],
     )
     assert len(model.to_str_tokens(LONG)) == tokens.shape[1]
 
@@ -147,10 +165,14 @@ def test_a_text_that_is_too_long_is_cut_in_runs_too(model):
 def test_texts_of_lists_of_tokens(model):
     row = model.to_tokens("Mary and John")[0]
     assert model.to_string(list(row)) == model.to_string(row)
-    assert model.to_str_tokens([row, row[:2]]) == [model.to_str_tokens(row), model.to_str_tokens(row[:2])]
+    assert model.to_str_tokens([row, row[:2]]) == [
+        model.to_str_tokens(row),
+        model.to_str_tokens(row[:2]),
+    ]
     assert model.to_str_tokens(["Mary", ["and", "John"]]) == [
-        model.to_str_tokens("Mary"), [model.to_str_tokens("and"), model.to_str_tokens("John")]
-    ]  # fmt: skip
+        model.to_str_tokens("Mary"),
+        [model.to_str_tokens("and"), model.to_str_tokens("John")],
+    ]
 
 
 def test_rows_that_end_at_one_of_several_tokens_are_filled_with_eos(model):
@@ -159,7 +181,9 @@ def test_rows_that_end_at_one_of_several_tokens_are_filled_with_eos(model):
     free = model.generate(tokens, stop_at_eos=False, **given)
     assert torch.equal(model.generate(tokens, eos_token_id=[], **given), free)
     new = free[:, 4:].tolist()
-    row, end = next((i, x) for i, row in enumerate(new) for x in row[:5] if not all(x in other for other in new))
+    row, end = next(
+        (i, x) for i, row in enumerate(new) for x in row[:5] if not all(x in other for other in new)
+    )
     ended = new[row][: new[row].index(end) + 1]
     filled = model.generate(tokens, eos_token_id=[end, 10**6], **given)[row, 4:].tolist()
     assert filled == ended + [model.tokenizer.eos_token_id] * (6 - len(ended))
@@ -186,7 +210,10 @@ def test_the_frequency_penalty_comes_behind_the_temperature(model):
 def test_tokens_may_begin_with_the_token_that_fills_rows_up(loaded):
     model = HookedTransformer(loaded.original_model, loaded.tokenizer)
     model.tokenizer.pad_token = model.tokenizer.eos_token = model.tokenizer.bos_token  # as GPT-2's
-    tokens, given = model.to_tokens(["Mary and John"] * 2), {"max_new_tokens": 3, "do_sample": False, "verbose": False}
+    tokens, given = (
+        model.to_tokens(["Mary and John"] * 2),
+        {"max_new_tokens": 3, "do_sample": False, "verbose": False},
+    )
     assert int(tokens[0, 0]) == model.tokenizer.pad_token_id
     made = model.generate(tokens, eos_token_id=[10**6], **given)
     assert torch.equal(made, model.generate(tokens, stop_at_eos=False, **given))
@@ -196,7 +223,11 @@ def test_tokens_may_hold_padding_and_nothing_says_so(model, monkeypatch):
     """Several EOS are no word on padding: it would be read as text."""
     given = {"max_new_tokens": 2, "do_sample": False, "verbose": False}
     tokens = model.to_tokens("Mary and John")
-    pad = next(token for token in range(1, 61) if token not in tokens and token != model.tokenizer.eos_token_id)
+    pad = next(
+        token
+        for token in range(1, 61)
+        if token not in tokens and token != model.tokenizer.eos_token_id
+    )
     monkeypatch.setattr(model.original_model.generation_config, "pad_token_id", pad)
     padded = torch.cat([torch.full((1, 2), pad), tokens], 1)
     for ends in (None, [10**6]):
@@ -209,7 +240,9 @@ def test_tokens_may_hold_padding_and_nothing_says_so(model, monkeypatch):
 
 def test_composition_of_two_matrices():
     generator = torch.Generator().manual_seed(0)
-    A, B, C, D = (torch.randn(shape, generator=generator) for shape in ((5, 3), (3, 5), (5, 2), (2, 5)))
+    A, B, C, D = (
+        torch.randn(shape, generator=generator) for shape in ((5, 3), (3, 5), (5, 2), (2, 5))
+    )
     score = utils.composition_scores(FactoredMatrix(A, B), FactoredMatrix(C, D))
     assert score.shape == ()
     torch.testing.assert_close(score, (A @ B @ C @ D).norm() / (A @ B).norm() / (C @ D).norm())
@@ -218,7 +251,9 @@ def test_composition_of_two_matrices():
 def test_an_encoder_takes_an_embedding_and_an_unembedding_that_differ():
     encoder = HookedEncoder(BASE | {"act_fn": "gelu"})
     generator = torch.Generator().manual_seed(0)
-    given = {name: torch.randn(x.shape, generator=generator) for name, x in encoder.state_dict().items()}
+    given = {
+        name: torch.randn(x.shape, generator=generator) for name, x in encoder.state_dict().items()
+    }
     encoder.load_state_dict(given)
     assert torch.equal(encoder.W_E, given["embed.embed.W_E"])
     assert torch.equal(encoder.W_U, given["unembed.W_U"])
@@ -231,7 +266,9 @@ def test_an_encoder_takes_an_embedding_and_an_unembedding_that_differ():
 def test_weights_of_all_layers_are_the_encoders_and_then_the_decoders():
     model = HookedEncoderDecoder(BASE | {"n_ctx": 8})
     t5 = model.original_model
-    stacked = torch.stack([block.layer[0].SelfAttention.k.weight for block in (*t5.encoder.block, *t5.decoder.block)])
+    stacked = torch.stack(
+        [block.layer[0].SelfAttention.k.weight for block in (*t5.encoder.block, *t5.decoder.block)]
+    )
     assert torch.equal(model.W_K, stacked.unflatten(1, (4, 4)).transpose(2, 3))
     assert model.W_out.shape == (4, 64, 16)
     assert len(model.all_head_labels()) == model.OV.A.shape[0] * model.OV.A.shape[1]

@@ -53,7 +53,11 @@ def double(tensor, hook):
 
 
 def counts(module):
-    return {n: (len(p.fwd_hooks), len(p.bwd_hooks)) for n, p in module.hook_dict.items() if p.fwd_hooks or p.bwd_hooks}
+    return {
+        n: (len(p.fwd_hooks), len(p.bwd_hooks))
+        for n, p in module.hook_dict.items()
+        if p.fwd_hooks or p.bwd_hooks
+    }
 
 
 def test_the_level_of_a_model_counts_what_is_open(model):
@@ -131,7 +135,8 @@ def test_hook_points_of_bridges_are_instances(model):
 def test_hooks_change_what_follows(toy, x):
     assert torch.allclose(toy.run_with_hooks(x, fwd_hooks=[("hook_out", double)]), 2 * toy(x))
     assert torch.allclose(
-        toy.run_with_hooks(x, scale=3.0, fwd_hooks=[(lambda name: "out" in name, double)]), 6 * toy(x)
+        toy.run_with_hooks(x, scale=3.0, fwd_hooks=[(lambda name: "out" in name, double)]),
+        6 * toy(x),
     )
     assert counts(toy) == {}
 
@@ -284,7 +289,9 @@ def test_torch_hooks_of_every_kind_act_on_a_models_hook_point():
     point.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0,))
     model(tokens, return_type="loss").backward()
     assert seen[0].abs().sum() > 0
-    assert model.blocks[0].attn.W_O.grad.abs().max() == 0 < model.blocks[0].mlp.W_out.grad.abs().max()
+    assert (
+        model.blocks[0].attn.W_O.grad.abs().max() == 0 < model.blocks[0].mlp.W_out.grad.abs().max()
+    )
 
 
 def test_a_model_inside_of_a_module_with_hook_points():
@@ -300,13 +307,18 @@ def test_a_model_inside_of_a_module_with_hook_points():
     model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu")
     tokens = reference("gpt2")["tokens"]
     _, right = model.run_with_cache(tokens)
-    edited = model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda x, hook: x / 2)])
+    edited = model.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda x, hook: x / 2)]
+    )
     root = Root(model)
     _, cache = root.run_with_cache(tokens)
     assert torch.allclose(cache["model.blocks.1.attn.hook_pattern"], right["pattern", 1], atol=1e-6)
     halving = [("model.blocks.0.attn.hook_pattern", lambda x, hook: x / 2)]
     assert torch.equal(root.run_with_hooks(tokens, fwd_hooks=halving), edited)
-    assert model.blocks[0].attn.name == "blocks.0.attn" and model.blocks[0].attn(right["resid_pre", 0]).ndim == 3
+    assert (
+        model.blocks[0].attn.name == "blocks.0.attn"
+        and model.blocks[0].attn(right["resid_pre", 0]).ndim == 3
+    )
 
 
 def test_a_class_of_the_users_may_call_its_input_otherwise():
@@ -314,7 +326,15 @@ def test_a_class_of_the_users_may_call_its_input_otherwise():
         def forward(self, tokens):
             return super().forward(tokens) / 2
 
-    cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    cfg = {
+        "n_layers": 1,
+        "d_model": 8,
+        "n_ctx": 5,
+        "d_head": 4,
+        "d_vocab": 10,
+        "act_fn": "relu",
+        "device": "cpu",
+    }
     model, tokens = Halved(cfg), torch.tensor([[1, 2, 3]])
     assert torch.equal(model.run_with_cache(tokens)[0], model(tokens))
     assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[]), model(tokens))
@@ -322,7 +342,15 @@ def test_a_class_of_the_users_may_call_its_input_otherwise():
 
 def test_handles_are_torchs():
     """The original ACDC asks a hook point's handles which functions are there."""
-    cfg = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    cfg = {
+        "n_layers": 1,
+        "d_model": 8,
+        "n_ctx": 5,
+        "d_head": 4,
+        "d_vocab": 10,
+        "act_fn": "relu",
+        "device": "cpu",
+    }
     model = HookedTransformer(cfg)
     point, seen = model.hook_dict["blocks.0.hook_resid_pre"], []
 
@@ -332,7 +360,9 @@ def test_handles_are_torchs():
     point.add_hook(functools.partial(sender_hook, more=2))
     point.add_hook(sender_hook)
     first, second = point.fwd_hooks
-    assert isinstance(first.hook, torch.utils.hooks.RemovableHandle) and isinstance(first.hook.next_id, int)
+    assert isinstance(first.hook, torch.utils.hooks.RemovableHandle) and isinstance(
+        first.hook.next_id, int
+    )
     there = first.hook.hooks_dict_ref()
     assert there == second.hook.hooks_dict_ref() and list(there) == [first.hook.id, second.hook.id]
     assert [type(hook) is functools.partial for hook in there.values()] == [False, False]

@@ -1,4 +1,6 @@
-"""`HookedTransformer.from_pretrained` against HookedTransformer's own numbers, and its arguments."""
+"""`HookedTransformer.from_pretrained` against HookedTransformer's own numbers, and its
+arguments.
+"""
 
 import copy
 import logging
@@ -8,19 +10,30 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM
 
 from bridge.legacy import HookedEncoder, HookedEncoderDecoder, HookedTransformer
-from bridge.legacy.loading_from_pretrained import get_pretrained_model_config, get_pretrained_state_dict
+from bridge.legacy.loading_from_pretrained import (
+    get_pretrained_model_config,
+    get_pretrained_state_dict,
+)
 from tests.reference import DATA, FAMILIES, agree, entries, reference, wrong_logits, wrong_values
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"])
 def test_values_and_weights_are_hooked_transformers(family, mode):
-    load = HookedTransformer.from_pretrained if mode == "processed" else HookedTransformer.from_pretrained_no_processing
+    load = (
+        HookedTransformer.from_pretrained
+        if mode == "processed"
+        else HookedTransformer.from_pretrained_no_processing
+    )
     model = load(str(DATA / family), device="cpu")
     assert not wrong_logits(model, family, mode)
     assert wrong_values(model, family, mode) == []
     ours, right = model.tl_parameters(), entries(family, "param", mode)
-    wrong = [name for name, value in right.items() if name in ours and not agree(ours[name].detach(), value)]
+    wrong = [
+        name
+        for name, value in right.items()
+        if name in ours and not agree(ours[name].detach(), value)
+    ]
     assert wrong == []
     tokens = reference(family)["tokens"]
     loss = model(tokens, return_type="loss", loss_per_token=True)
@@ -45,14 +58,18 @@ def test_bert_is_an_encoder():
     rows = [model.to_tokens(text)[0] for text in texts]
     assert all((row == mask).sum() == 1 for row in rows)
     words = [model.to_string(model(row)[0].argmax(-1)[row[0] == mask]) for row in rows]
-    assert model(texts, "predictions") == [f"Prediction {i}: {word}" for i, word in enumerate(words)]
+    assert model(texts, "predictions") == [
+        f"Prediction {i}: {word}" for i, word in enumerate(words)
+    ]
     assert model(texts[1], "predictions") == words[1]
 
 
 def test_an_encoder_decoder_is_not_a_hooked_transformer(tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9, decoder_start_token_id=0)
+    config = T5Config(
+        d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=9, decoder_start_token_id=0
+    )
     hf = T5ForConditionalGeneration(config).eval()
     hf.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="HookedEncoderDecoder"):
@@ -69,8 +86,13 @@ def test_an_encoder_decoder_is_not_a_hooked_transformer(tmp_path):
 def test_what_the_architecture_forbids_is_left_out_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         model = HookedTransformer.from_pretrained(str(DATA / "gemma2"), device="cpu")
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("bridge.legacy")]
-    assert any(line.startswith("center_unembed left out: its logits go through a soft cap") for line in said)
+    said = [
+        record.getMessage() for record in caplog.records if record.name.startswith("bridge.legacy")
+    ]
+    assert any(
+        line.startswith("center_unembed left out: its logits go through a soft cap")
+        for line in said
+    )
     assert any(line.startswith("center_writing_weights left out") for line in said)
     assert model.cfg.processed["fold_ln"] == "done"
     assert model.cfg.normalization_type == "RMSPre"
@@ -90,7 +112,9 @@ def test_a_given_model_is_not_changed():
     assert tokenizer.init_kwargs == tokenizer_before
     assert model.tokenizer.padding_side == "left"
     assert model.cfg.model_name == "gpt2"
-    plain = HookedTransformer.from_pretrained_no_processing("gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu")
+    plain = HookedTransformer.from_pretrained_no_processing(
+        "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu"
+    )
     assert plain.original_model is hf
     half = HookedTransformer.from_pretrained_no_processing(
         "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", dtype="bfloat16"
@@ -103,15 +127,23 @@ def test_a_given_model_is_loaded_already():
     hf = AutoModelForCausalLM.from_pretrained(DATA / "gpt2")
     tokenizer = AutoTokenizer.from_pretrained(DATA / "gpt2")
     for change in ({"checkpoint_value": 100}, {"checkpoint_index": 1}, {"n_devices": 2}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))} would change how the model is loaded"):
-            HookedTransformer.from_pretrained("gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", **change)
+        with pytest.raises(
+            ValueError, match=f"{next(iter(change))} would change how the model is loaded"
+        ):
+            HookedTransformer.from_pretrained(
+                "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", **change
+            )
     model = HookedTransformer.from_pretrained_no_processing(
         "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", n_ctx=20
     )
     assert model.original_model is hf
     assert model.cfg.n_ctx == 20
-    with pytest.raises(ValueError, match=r"n_ctx=4000 is more than the \d+ positions that this model has learned"):
-        HookedTransformer.from_pretrained("gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", n_ctx=4000)
+    with pytest.raises(
+        ValueError, match=r"n_ctx=4000 is more than the \d+ positions that this model has learned"
+    ):
+        HookedTransformer.from_pretrained(
+            "gpt2", hf_model=hf, tokenizer=tokenizer, device="cpu", n_ctx=4000
+        )
 
 
 def test_fewer_layers_and_another_context():
@@ -130,24 +162,37 @@ def test_fewer_layers_and_another_context():
 
 def test_defaults_of_bos():
     bloom = HookedTransformer.from_pretrained_no_processing(str(DATA / "bloom"), device="cpu")
-    gpt2 = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu", default_prepend_bos=False)
+    gpt2 = HookedTransformer.from_pretrained_no_processing(
+        str(DATA / "gpt2"), device="cpu", default_prepend_bos=False
+    )
     assert bloom.cfg.default_prepend_bos is False
     assert gpt2.cfg.default_prepend_bos is False
 
 
 def test_arguments_of_the_bridge_and_of_hugging_face_are_passed_on():
     """Those that look like another one, too."""
-    model = HookedTransformer.from_pretrained(str(DATA / "gpt2"), device="cpu", patches={}, weights_only=True)
+    model = HookedTransformer.from_pretrained(
+        str(DATA / "gpt2"), device="cpu", patches={}, weights_only=True
+    )
     assert wrong_values(model, "gpt2", "processed") == []
 
 
 @pytest.mark.unchecked
 def test_arguments_that_nobody_knows():
-    for wrong, meant in (("trust_remote_cod", "trust_remote_code"), ("centre_unembed", "center_unembed")):
-        said = rf"^'{wrong}' is an argument of neither the bridge nor GPT2LMHeadModel. Did you mean {meant}\?$"
+    for wrong, meant in (
+        ("trust_remote_cod", "trust_remote_code"),
+        ("centre_unembed", "center_unembed"),
+    ):
+        said = (
+            rf"^'{wrong}' is an argument of neither the bridge nor GPT2LMHeadModel. Did you mean"
+            rf" {meant}\?$"
+        )
         with pytest.raises(TypeError, match=said):
             HookedTransformer.from_pretrained(str(DATA / "gpt2"), **{wrong: True})
-    with pytest.raises(TypeError, match=r"'load_in_8bit' is an argument of neither the bridge nor GPT2LMHeadModel\."):
+    with pytest.raises(
+        TypeError,
+        match=r"'load_in_8bit' is an argument of neither the bridge nor GPT2LMHeadModel\.",
+    ):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), load_in_8bit=True)
     with pytest.raises(ValueError, match="dtype is 'float8'"):
         HookedTransformer.from_pretrained(str(DATA / "gpt2"), dtype="float8")
@@ -169,7 +214,7 @@ def test_a_state_dict_with_hooked_transformers_names():
     state = dict(entries("gpt2", "param", "raw"))
     model.load_and_process_state_dict(state)
     assert wrong_values(model, "gpt2", "processed") == []
-    with pytest.raises(ValueError, match=r"'blocks.0.attn.W_X' is no weight"):
+    with pytest.raises(ValueError, match=r"has no weight 'blocks\.0\.attn\.W_X'"):
         model.load_and_process_state_dict({"blocks.0.attn.W_X": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="has shape"):
         model.load_and_process_state_dict({"blocks.0.attn.W_Q": torch.zeros(1)})
@@ -191,12 +236,18 @@ def test_state_dicts_of_both_kinds(caplog):
     assert all(torch.equal(value, canonical[name]) for name, value in model.tl_parameters().items())
     with pytest.raises(RuntimeError, match=r'Missing .*"blocks\.0\.attn\.W_Q"'):
         model.load_state_dict(
-            {n: v for n, v in canonical.items() if n != "blocks.0.attn.W_Q"} | {"mine": torch.ones(1)}
+            {n: v for n, v in canonical.items() if n != "blocks.0.attn.W_Q"}
+            | {"mine": torch.ones(1)}
         )
     filled = model.fill_missing_keys({"embed.W_E": canonical["embed.W_E"]})
     assert set(filled) == set(canonical)
-    assert model.load_state_dict({"embed.W_E": canonical["embed.W_E"]}, strict=False).unexpected_keys == []
-    found = model.load_state_dict({"embed.W_E": canonical["embed.W_E"], "blocks.0.mlp.mine": torch.ones(1)}, False)
+    assert (
+        model.load_state_dict({"embed.W_E": canonical["embed.W_E"]}, strict=False).unexpected_keys
+        == []
+    )
+    found = model.load_state_dict(
+        {"embed.W_E": canonical["embed.W_E"], "blocks.0.mlp.mine": torch.ones(1)}, False
+    )
     assert found.unexpected_keys == ["blocks.0.mlp.mine"]
     assert "blocks.0.mlp.mine" in caplog.text
     with pytest.raises(RuntimeError, match="any of these names, such as 'mine'"):
@@ -207,23 +258,45 @@ def test_state_dicts_of_both_kinds(caplog):
 
 def test_configurations_without_weights():
     cfg = get_pretrained_model_config(str(DATA / "phi3"))
-    assert (cfg.n_layers, cfg.d_model, cfg.n_heads, cfg.original_architecture) == (2, 32, 4, "Phi3ForCausalLM")
+    assert (cfg.n_layers, cfg.d_model, cfg.n_heads, cfg.original_architecture) == (
+        2,
+        32,
+        4,
+        "Phi3ForCausalLM",
+    )
     assert cfg.positional_embedding_type == "rotary"
 
 
 def test_configurations_as_hooked_transformer_would_make_them():
     cfg = get_pretrained_model_config(
-        str(DATA / "bloom"), fold_ln=True, device="cpu", dtype=torch.float64, first_n_layers=1, local_files_only=True
+        str(DATA / "bloom"),
+        fold_ln=True,
+        device="cpu",
+        dtype=torch.float64,
+        first_n_layers=1,
+        local_files_only=True,
     )
-    assert (cfg.normalization_type, cfg.n_layers, cfg.dtype, cfg.device) == ("LNPre", 1, torch.float64, "cpu")
+    assert (cfg.normalization_type, cfg.n_layers, cfg.dtype, cfg.device) == (
+        "LNPre",
+        1,
+        torch.float64,
+        "cpu",
+    )
     assert cfg.default_prepend_bos is False
-    assert get_pretrained_model_config(str(DATA / "bloom"), default_prepend_bos=True).default_prepend_bos is True
+    assert (
+        get_pretrained_model_config(
+            str(DATA / "bloom"), default_prepend_bos=True
+        ).default_prepend_bos
+        is True
+    )
 
 
 @pytest.mark.parametrize("fold_ln", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_configuration_and_a_state_dict_make_the_model(family, fold_ln):
-    """HookedTransformer's own way: where norms are to be folded, the model is made without their weights."""
+    """HookedTransformer's own way: where norms are to be folded, the model is made without their
+    weights.
+    """
     cfg = get_pretrained_model_config(str(DATA / family), fold_ln=fold_ln, device="cpu")
     model = HookedTransformer(cfg, move_to_device=False)
     state = get_pretrained_state_dict(str(DATA / family))
@@ -275,6 +348,10 @@ def test_configurations_are_equal_whatever_was_processed():
 
 def test_arguments_of_the_hub(tmp_path):
     model = HookedTransformer.from_pretrained(
-        str(DATA / "gpt2"), device="cpu", cache_dir=str(tmp_path), local_files_only=True, low_cpu_mem_usage=True
+        str(DATA / "gpt2"),
+        device="cpu",
+        cache_dir=str(tmp_path),
+        local_files_only=True,
+        low_cpu_mem_usage=True,
     )
     assert wrong_values(model, "gpt2", "processed") == []

@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from bridge.legacy import HookedTransformer, HookedTransformerConfig
-from bridge.legacy.train import HookedTransformerTrainConfig, train
 from tests.reference import DATA
 
 # Their texts are read by tiny tokenizers that do not know all words.
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizer .* does not know")
 
-BASE = {"n_layers": 2, "d_model": 16, "n_ctx": 8, "d_head": 4, "d_vocab": 11, "act_fn": "relu", "device": "cpu"}
+BASE = {
+    "n_layers": 2,
+    "d_model": 16,
+    "n_ctx": 8,
+    "d_head": 4,
+    "d_vocab": 11,
+    "act_fn": "relu",
+    "device": "cpu",
+}
 
 
 def test_defaults_are_worked_out():
@@ -73,11 +80,25 @@ def test_a_seed_is_set_everywhere():
     [
         {},
         {"attn_only": True, "normalization_type": None, "act_fn": None},
-        {"positional_embedding_type": "rotary", "rotary_dim": 2, "normalization_type": "RMS", "gated_mlp": True},
+        {
+            "positional_embedding_type": "rotary",
+            "rotary_dim": 2,
+            "normalization_type": "RMS",
+            "gated_mlp": True,
+        },
         {"positional_embedding_type": "shortformer", "act_fn": "solu_ln"},
         {"attention_dir": "bidirectional", "d_vocab_out": 3},
-        {"parallel_attn_mlp": True, "scale_attn_by_inverse_layer_idx": True, "init_mode": "kaiming_normal"},
-        {"use_attn_scale": False, "final_rms": True, "n_key_value_heads": 2, "dtype": torch.float64},
+        {
+            "parallel_attn_mlp": True,
+            "scale_attn_by_inverse_layer_idx": True,
+            "init_mode": "kaiming_normal",
+        },
+        {
+            "use_attn_scale": False,
+            "final_rms": True,
+            "n_key_value_heads": 2,
+            "dtype": torch.float64,
+        },
     ],
 )
 def test_models_from_configurations(change):
@@ -88,7 +109,10 @@ def test_models_from_configurations(change):
     assert logits.shape == (1, 4, fields.get("d_vocab_out", 11))
     assert logits.dtype == fields.get("dtype", torch.float32)
     assert cache["pattern", 1].shape == (1, 4, 4, 4)
-    assert torch.equal(logits, HookedTransformer(HookedTransformerConfig(**fields, seed=1)).run_with_cache(tokens)[0])
+    assert torch.equal(
+        logits,
+        HookedTransformer(HookedTransformerConfig(**fields, seed=1)).run_with_cache(tokens)[0],
+    )
     assert model.cfg.model_name == "custom"
 
 
@@ -102,7 +126,9 @@ def test_fields_that_only_loaded_models_have():
 
 def test_the_vocabulary_of_a_tokenizer():
     fields = {name: value for name, value in BASE.items() if name != "d_vocab"}
-    model = HookedTransformer(fields | {"tokenizer_name": str(DATA / "gpt2")}, default_padding_side="left")
+    model = HookedTransformer(
+        fields | {"tokenizer_name": str(DATA / "gpt2")}, default_padding_side="left"
+    )
     assert (model.cfg.d_vocab, model.cfg.d_vocab_out) == (61, 61)
     assert model.tokenizer.padding_side == "left"
     assert model(model.to_tokens("a")).shape[-1] == 61
@@ -114,7 +140,9 @@ def test_a_model_of_the_same_shape():
     made = HookedTransformer(loaded.cfg)
     assert made.tokenizer is not None
     ours, right = made.tl_parameters(), loaded.tl_parameters()
-    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in right.items()}
+    assert {name: value.shape for name, value in ours.items()} == {
+        name: value.shape for name, value in right.items()
+    }
     made.load_state_dict(right)
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.allclose(made(tokens), loaded(tokens), atol=1e-4)
@@ -141,36 +169,6 @@ def test_devices():
     model = HookedTransformer(BASE)
     assert model.to("cpu", print_details=False) is model
     assert model.cpu().to(torch.float64).cfg.dtype == torch.float64
-
-
-def test_training():
-    data = [{"tokens": (torch.arange(6) + i) % 11} for i in range(22)]
-    for optimizer in ("Adam", "AdamW", "SGD"):
-        model = HookedTransformer(HookedTransformerConfig(**BASE, seed=0))
-        batch = torch.stack([row["tokens"] for row in data])
-        before = model(batch, return_type="loss").item()
-        lr = 0.3 if optimizer == "SGD" else 0.01
-        config = HookedTransformerTrainConfig(
-            4, 4, lr=lr, optimizer_name=optimizer, device="cpu", print_every=None, warmup_steps=2, max_grad_norm=1.0,
-            weight_decay=0.01 if optimizer == "AdamW" else None,
-        )  # fmt: skip
-        assert train(model, config, data) is model
-        assert model(batch, return_type="loss").item() < before - 0.3
-    with pytest.raises(ValueError, match="optimizer_name is 'Lion'"):
-        train(model, HookedTransformerTrainConfig(1, 1, optimizer_name="Lion", device="cpu"), data)
-    with pytest.raises(ValueError, match="wandb=True"):
-        train(model, HookedTransformerTrainConfig(1, 1, wandb=True), data)
-
-
-def test_training_saves_and_prints(tmp_path, capsys):
-    model = HookedTransformer(BASE)
-    config = HookedTransformerTrainConfig(
-        1, 2, device="cpu", save_every=1, save_dir=str(tmp_path), print_every=1, max_steps=1
-    )
-    train(model, config, [{"tokens": torch.arange(6)}] * 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_0.pt", "model_1.pt"]
-    assert "epoch 1, step 1: loss" in capsys.readouterr().out
-    model.load_state_dict(torch.load(tmp_path / "model_1.pt"))
 
 
 def test_a_model_that_is_made_of_another_ones_facts_has_drawn_weights():

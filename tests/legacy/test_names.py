@@ -26,7 +26,14 @@ def test_every_name_is_there(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["HookedTransformer", "HookedTransformerConfig", "HookedEncoder", "ActivationCache", "FactoredMatrix"]
+    "name",
+    [
+        "HookedTransformer",
+        "HookedTransformerConfig",
+        "HookedEncoder",
+        "ActivationCache",
+        "FactoredMatrix",
+    ],
 )
 def test_a_class_and_its_module_have_one_name(name):
     module = importlib.import_module(f"bridge.legacy.{name}")
@@ -49,7 +56,10 @@ def test_the_ways_to_import():
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    code = "import sys, bridge.legacy; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = (
+        "import sys, bridge.legacy; assert 'torch' not in sys.modules and 'transformers' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -62,10 +72,19 @@ def test_what_is_not_offered_says_why(name):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("from bridge.legacy.utils import print_gpu_mem", r"no print_gpu_mem: torch\.cuda\.memory_allocated"),
-        ("from bridge.legacy.loading_from_pretrained import convert_gpt2_weights", "not converted but viewed"),
+        (
+            "from bridge.legacy.utils import print_gpu_mem",
+            r"no print_gpu_mem: torch\.cuda\.memory_allocated",
+        ),
+        (
+            "from bridge.legacy.loading_from_pretrained import convert_gpt2_weights",
+            "not converted but viewed",
+        ),
         ("from bridge.legacy.utils import get_act_nam", "Did you mean get_act_name"),
-        ("from bridge.legacy.components.bert_block import BertBlock", "no bert_block: HookedEncoder's parts"),
+        (
+            "from bridge.legacy.components.bert_block import BertBlock",
+            "no bert_block: HookedEncoder's parts",
+        ),
         ("from bridge.legacy.utilities.addmm import batch_addmm", "no addmm: .*Hugging Face"),
     ],
 )
@@ -85,29 +104,36 @@ def test_an_import_of_something_else_asks_as_anyone(monkeypatch):
     assert thing is False
 
 
-@pytest.mark.parametrize("name", ["convert_hf_model_config", "get_basic_config", "NEED_REMOTE_CODE_MODELS"])
+@pytest.mark.parametrize(
+    "name", ["convert_hf_model_config", "get_basic_config", "NEED_REMOTE_CODE_MODELS"]
+)
 def test_what_loading_does_not_offer_says_why(name):
     with pytest.raises(AttributeError, match=f"no {name}: .*docs/migration.md"):
         getattr(transformer_lens.loading, name)
 
 
 NAMES = {
-    "HookedTransformer": "HookedRootModule HookPoint Loss Output ActivationCache FactoredMatrix utils "
-    "USE_DEFAULT_VALUE DTYPE_FROM_STRING SingleLoss LossPerToken HookedTransformerKeyValueCache "
-    "HookedTransformerConfig loading LayerNormPre",
-    "components": "LayerNorm LayerNormPre RMSNorm RMSNormPre Embed PosEmbed Unembed Attention AbstractAttention "
-    "GroupedQueryAttention MLP GatedMLP MoE TransformerBlock BertEmbed",
+    "HookedTransformer": (
+        "HookedRootModule HookPoint Loss Output ActivationCache FactoredMatrix utils"
+        " USE_DEFAULT_VALUE DTYPE_FROM_STRING SingleLoss LossPerToken"
+        " HookedTransformerKeyValueCache HookedTransformerConfig loading LayerNormPre"
+    ),
+    "components": (
+        "LayerNorm LayerNormPre RMSNorm RMSNormPre Embed PosEmbed Unembed Attention"
+        " AbstractAttention GroupedQueryAttention MLP GatedMLP MoE TransformerBlock BertEmbed"
+    ),
     "components.mlps.can_be_used_as_mlp": "CanBeUsedAsMLP",
     "components.mlps.mlp": "MLP",
     "components.mlps.gated_mlp": "GatedMLP",
     "components.attention": "Attention",
     "hook_points": "HookPoint HookedRootModule LensHandle HookFunction NamesFilter DeviceType",
-    "loading_from_pretrained": "get_official_model_name get_pretrained_model_config get_checkpoint_labels",
-    "utilities.devices": "get_device_for_block_index move_to_and_update_config",
-    "train": "train HookedTransformerTrainConfig",
-    "evals": "sanity_check make_pile_data_loader IOIDataset ioi_eval induction_loss evaluate",
+    "loading_from_pretrained": (
+        "get_official_model_name get_pretrained_model_config get_checkpoint_labels"
+    ),
     "head_detector": "detect_head",
-    "patching": "get_act_patch_resid_pre get_act_patch_attn_head_all_pos_every generic_activation_patch",
+    "patching": (
+        "get_act_patch_resid_pre get_act_patch_attn_head_all_pos_every generic_activation_patch"
+    ),
     "past_key_value_caching": "HookedTransformerKeyValueCache HookedTransformerKeyValueCacheEntry",
     "ActivationCache": "ActivationCache",
 }
@@ -121,33 +147,47 @@ def test_what_programs_import_is_there(module):
 
 @pytest.mark.parametrize("module", table.NAMES)
 def test_every_row_of_the_table_leads_somewhere(module):
-    found = importlib.import_module("bridge.legacy" if module == "package" else f"bridge.legacy.{module}")
+    found = importlib.import_module(
+        "bridge.legacy" if module == "package" else f"bridge.legacy.{module}"
+    )
     for name, place in table.NAMES[module].items():
         assert getattr(found, name) is not None or name == "USE_DEFAULT_VALUE", place
 
 
 @pytest.mark.parametrize("module", table.MODULES)
 def test_every_module_of_the_table_is_there(module):
-    assert importlib.import_module(f"bridge.legacy.{module}") is table.at(table.MODULES[module])
-    if module.startswith("tools."):  # whose functions have the names of their modules: other tests ask for these
-        vars(table.at("studies")).pop(module.rpartition(".")[2])
+    assert importlib.import_module(f"bridge.legacy.{module}") is table.locate(table.MODULES[module])
+    if module.startswith(
+        "tools."
+    ):  # whose functions have the names of their modules: other tests ask for these
+        vars(table.locate("studies")).pop(module.rpartition(".")[2])
 
 
 def test_modules_below_others_are_found_without_an_import_of_their_own():
     """In one process of its own, in which nothing of them is imported before."""
-    below = [module for module in table.MODULES if "." in module and not module.startswith("tools.analysis.")]
+    below = [
+        module
+        for module in table.MODULES
+        if "." in module and not module.startswith("tools.analysis.")
+    ]
     lines = ["import bridge.legacy as tl", *(f"print(tl.{module}.__name__)" for module in below)]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     places = [table.MODULES[module] for module in below]
-    wanted = [place if place.startswith("bridge.") else f"bridge.legacy.{place}" for place in places]
+    wanted = [
+        place if place.startswith("bridge.") else f"bridge.legacy.{place}" for place in places
+    ]
     assert done.stdout.split() == wanted
 
 
 def test_a_star_takes_what_the_table_adds():
     taken = {}
     exec("from bridge.legacy.utils import *", taken)
-    assert taken["get_act_name"]("k", 2) == "blocks.2.attn.hook_k" and "to_numpy" in taken and "Slice" in taken
+    assert (
+        taken["get_act_name"]("k", 2) == "blocks.2.attn.hook_k"
+        and "to_numpy" in taken
+        and "Slice" in taken
+    )
 
 
 def test_a_misspelt_name_gets_a_suggestion():
@@ -193,5 +233,7 @@ def test_each_name_is_of_one_model():
 
 
 def test_an_unknown_model_gets_a_suggestion():
-    with pytest.raises(ValueError, match=r"no model is known as 'gpt2-smal'. Did you mean gpt2-small"):
+    with pytest.raises(
+        ValueError, match=r"no model is known as 'gpt2-smal'. Did you mean gpt2-small"
+    ):
         get_official_model_name("gpt2-smal")

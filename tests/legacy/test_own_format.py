@@ -10,10 +10,19 @@ from bridge.embedded import MODEL_DIR
 from bridge.legacy import HookedTransformer, loading
 
 FIELDS = {
-    "n_layers": 2, "d_model": 16, "d_mlp": 32, "d_head": 4, "n_heads": 4, "n_ctx": 12, "d_vocab": 654,
-    "act_fn": "solu_ln", "attn_only": False, "final_rms": False, "normalization": "LN",
+    "n_layers": 2,
+    "d_model": 16,
+    "d_mlp": 32,
+    "d_head": 4,
+    "n_heads": 4,
+    "n_ctx": 12,
+    "d_vocab": 654,
+    "act_fn": "solu_ln",
+    "attn_only": False,
+    "final_rms": False,
+    "normalization": "LN",
     "tokenizer_name": str(MODEL_DIR),
-}  # fmt: skip
+}
 TOKENS = torch.tensor([[1, 5, 7, 9]])
 
 
@@ -33,12 +42,20 @@ def by_hand(state, tokens, cfg):
         at = f"blocks.{i}"
         h = norm(x, f"{at}.ln1")
         q, k, v = (
-            torch.einsum("bpm,hmd->bhpd", h + (shift if letter in "QK" else 0), x64[f"{at}.attn.W_{letter}"])
+            torch.einsum(
+                "bpm,hmd->bhpd", h + (shift if letter in "QK" else 0), x64[f"{at}.attn.W_{letter}"]
+            )
             + x64[f"{at}.attn.b_{letter}"][None, :, None]
             for letter in "QKV"
         )
-        scores = (q @ k.mT / 2).masked_fill(~torch.ones(*q.shape[2:3] * 2).tril().bool(), -torch.inf)
-        x = x + torch.einsum("bhpd,hdm->bpm", scores.softmax(-1) @ v, x64[f"{at}.attn.W_O"]) + x64[f"{at}.attn.b_O"]
+        scores = (q @ k.mT / 2).masked_fill(
+            ~torch.ones(*q.shape[2:3] * 2).tril().bool(), -torch.inf
+        )
+        x = (
+            x
+            + torch.einsum("bhpd,hdm->bpm", scores.softmax(-1) @ v, x64[f"{at}.attn.W_O"])
+            + x64[f"{at}.attn.b_O"]
+        )
         if not cfg["attn_only"]:
             pre = norm(x, f"{at}.ln2") @ x64[f"{at}.mlp.W_in"] + x64[f"{at}.mlp.b_in"]
             post = (
@@ -51,14 +68,23 @@ def by_hand(state, tokens, cfg):
 
 
 def weights(fields, seed=0):
-    config = {"normalization_type" if key == "normalization" else key: value for key, value in fields.items()}
+    config = {
+        "normalization_type" if key == "normalization" else key: value
+        for key, value in fields.items()
+    }
     config.pop("architecture", None)
     if config.pop("shortformer_pos", False):
         config["positional_embedding_type"] = "shortformer"
     model = HookedTransformer(config | {"device": "cpu", "tokenizer_name": None})
     generator = torch.Generator().manual_seed(seed)
-    state = {name: torch.randn(x.shape, generator=generator) * 0.3 for name, x in model.state_dict().items()}
-    return state | {"blocks.0.attn.mask": torch.ones(2, 2), "blocks.0.attn.IGNORE": torch.tensor(-1e5)}
+    state = {
+        name: torch.randn(x.shape, generator=generator) * 0.3
+        for name, x in model.state_dict().items()
+    }
+    return state | {
+        "blocks.0.attn.mask": torch.ones(2, 2),
+        "blocks.0.attn.IGNORE": torch.tensor(-1e5),
+    }
 
 
 @pytest.fixture
@@ -71,7 +97,9 @@ def stored(tmp_path):
         state = weights(fields)
         torch.save(change(state), folder / "model_final.pth")
         for value in (1000, 2000):
-            torch.save(change(weights(fields, value)), folder / "checkpoints" / f"model_{value}.pth")
+            torch.save(
+                change(weights(fields, value)), folder / "checkpoints" / f"model_{value}.pth"
+            )
         return str(folder), state, fields
 
     return store
@@ -79,13 +107,20 @@ def stored(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"act_fn": "gelu"}, {"attn_only": True, "shortformer_pos": True}, {"normalization": "LNPre"}],
+    [
+        {},
+        {"act_fn": "gelu"},
+        {"attn_only": True, "shortformer_pos": True},
+        {"normalization": "LNPre"},
+    ],
     ids=["solu", "gelu", "attn_only_shortformer", "folded"],
 )
 def test_a_folder(stored, changes):
     folder, state, fields = stored(changes)
     right = by_hand(state, TOKENS, fields)
-    model = HookedTransformer.from_pretrained_no_processing(folder, device="cpu", dtype=torch.float64)
+    model = HookedTransformer.from_pretrained_no_processing(
+        folder, device="cpu", dtype=torch.float64
+    )
     assert torch.allclose(model(TOKENS), right, atol=1e-9)
     assert model.cfg.model_name == "SoLU_2L_tiny"
     assert model.tokenizer is not None
@@ -102,10 +137,14 @@ def test_checkpoints_layers_and_contexts(stored):
     load = HookedTransformer.from_pretrained_no_processing
     for given, value in (({"checkpoint_index": -1}, 2000), ({"checkpoint_value": 1000}, 1000)):
         model = load(folder, device="cpu", dtype=torch.float64, **given)
-        assert torch.allclose(model(TOKENS), by_hand(weights(fields, value), TOKENS, fields), atol=1e-6)
+        assert torch.allclose(
+            model(TOKENS), by_hand(weights(fields, value), TOKENS, fields), atol=1e-6
+        )
         assert (model.cfg.checkpoint_value, model.cfg.from_checkpoint) == (value, True)
     one = load(folder, device="cpu", dtype=torch.float64, first_n_layers=1, n_ctx=5)
-    assert torch.allclose(one(TOKENS), by_hand(weights(fields), TOKENS, fields | {"n_layers": 1}), atol=1e-6)
+    assert torch.allclose(
+        one(TOKENS), by_hand(weights(fields), TOKENS, fields | {"n_layers": 1}), atol=1e-6
+    )
     assert one.W_pos.shape == (5, 16)
     with pytest.raises(ValueError, match=r"no checkpoint 1500; the nearest are \[1000, 2000\]"):
         load(folder, checkpoint_value=1500)
@@ -116,10 +155,14 @@ def test_checkpoints_layers_and_contexts(stored):
 def test_the_oldest_models_had_other_names_and_matrices(stored):
     def as_then(state):
         turned = {n: x.mT.contiguous() if "W_" in n else x for n, x in state.items()}
-        return {name.replace("ln_final", "norm").replace("ln", "norm"): x for name, x in turned.items()}
+        return {
+            name.replace("ln_final", "norm").replace("ln", "norm"): x for name, x in turned.items()
+        }
 
     folder, state, fields = stored(change=as_then, name="SoLU_2L_v10_old")
-    model = HookedTransformer.from_pretrained_no_processing(folder, device="cpu", dtype=torch.float64)
+    model = HookedTransformer.from_pretrained_no_processing(
+        folder, device="cpu", dtype=torch.float64
+    )
     assert torch.allclose(model(TOKENS), by_hand(state, TOKENS, fields), atol=1e-9)
 
 
@@ -140,7 +183,9 @@ def test_the_hub(stored, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_an_error(stored):
-    folder, *_ = stored(change=lambda state: {n: x for n, x in state.items() if n != "blocks.1.attn.W_Q"})
+    folder, *_ = stored(
+        change=lambda state: {n: x for n, x in state.items() if n != "blocks.1.attn.W_Q"}
+    )
     with pytest.raises(ValueError, match=r"has no blocks\.1\.attn\.W_Q"):
         HookedTransformer.from_pretrained(folder, device="cpu")
 

@@ -1,4 +1,6 @@
-"""The parameters of a model in its tree: what optimizers, other modules and filters by name find."""
+"""The parameters of a model in its tree: what optimizers, other modules and filters by name
+find.
+"""
 
 import copy
 import json
@@ -16,9 +18,19 @@ from tests.reference import DATA, reference
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = reference("gpt2")["tokens"]
 GROKKING = {
-    "n_layers": 1, "n_heads": 2, "d_model": 16, "d_head": 8, "d_mlp": 32, "act_fn": "relu", "normalization_type": None,
-    "d_vocab": 8, "d_vocab_out": 7, "n_ctx": 3, "seed": 999, "device": "cpu",
-}  # fmt: skip
+    "n_layers": 1,
+    "n_heads": 2,
+    "d_model": 16,
+    "d_head": 8,
+    "d_mlp": 32,
+    "act_fn": "relu",
+    "normalization_type": None,
+    "d_vocab": 8,
+    "d_vocab_out": 7,
+    "n_ctx": 3,
+    "seed": 999,
+    "device": "cpu",
+}
 
 
 def fresh(family="gpt2"):
@@ -41,18 +53,31 @@ def test_biases_are_frozen_by_their_names():
     for _ in range(2):
         model(torch.tensor([[1, 2, 7], [3, 6, 7]]))[:, -1, 0].sum().backward()
         optimizer.step()
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert changed == {name for name in before if ".b_" not in name}
 
 
 @pytest.mark.parametrize(
     ("family", "some"),
     [
-        ("gpt2", {"blocks.0.attn.W_Q+W_K+W_V", "blocks.1.attn.b_Q+b_K+b_V", "blocks.0.ln1.w", "pos_embed.W_pos"}),
+        (
+            "gpt2",
+            {
+                "blocks.0.attn.W_Q+W_K+W_V",
+                "blocks.1.attn.b_Q+b_K+b_V",
+                "blocks.0.ln1.w",
+                "pos_embed.W_pos",
+            },
+        ),
         ("llama", {"blocks.0.attn.W_Q", "blocks.0.attn._W_K", "blocks.1.mlp.W_gate", "ln_final.w"}),
-        ("gemma2", {"blocks.0.ln1.weight", "blocks.0.mlp.W_in", "embed.weight"}),  # computed from what is stored
+        (
+            "gemma2",
+            {"blocks.0.ln1.weight", "blocks.0.mlp.W_in", "embed.weight"},
+        ),  # computed from what is stored
     ],
-)  # fmt: skip
+)
 def test_each_parameter_is_there_once_where_its_weight_is(family, some):
     model = fresh(family)
     named, theirs = list(model.named_parameters()), list(model.original_model.parameters())
@@ -61,11 +86,15 @@ def test_each_parameter_is_there_once_where_its_weight_is(family, some):
     for name, parameter in named:
         last = name.rpartition(".")[2]
         if "+" not in last and name in model.weights.getters:
-            assert sorted(model.weights[name].flatten().tolist()) == sorted(parameter.flatten().tolist())
+            assert sorted(model.weights[name].flatten().tolist()) == sorted(
+                parameter.flatten().tolist()
+            )
     blocks = {p for name, p in named if name.startswith("blocks.")}
     assert ids(model.blocks.parameters()) == ids(blocks)
     assert ids(model.blocks[1:].parameters()) | ids(model.blocks[0].parameters()) == ids(blocks)
-    assert ids(model.unembed.parameters()) == ids([model.core.get_output_embeddings().weight])  # tied, or not
+    assert ids(model.unembed.parameters()) == ids(
+        [model.core.get_output_embeddings().weight]
+    )  # tied, or not
 
 
 def test_every_parameter_of_an_encoder_is_there():
@@ -130,33 +159,50 @@ def test_what_was_put_in_is_there_and_what_it_replaced_is_not():
     del state["blocks.0.attn.tally"]
     with pytest.raises(RuntimeError, match=r"Missing .*blocks\.0\.attn\.tally"):
         model.load_state_dict(state)
-    adapted = model.original_model.transformer.h[1].attn  # as adapters of the Hugging Face model are
+    adapted = model.original_model.transformer.h[
+        1
+    ].attn  # as adapters of the Hugging Face model are
     adapted.c_proj.added = nn.Linear(2, 2)
-    assert dict(model.named_parameters())["blocks.1.attn.c_proj.added.bias"] is adapted.c_proj.added.bias
+    assert (
+        dict(model.named_parameters())["blocks.1.attn.c_proj.added.bias"]
+        is adapted.c_proj.added.bias
+    )
 
 
 def test_what_would_change_nothing_is_refused():
     model = fresh()
     plain, own = model(TOKENS), dict(model.named_parameters())
     for change in (
-        lambda: torch.func.functional_call(model, {name: 2 * x for name, x in own.items()}, (TOKENS,)),
-        lambda: nn.utils.parametrize.register_parametrization(model.blocks[0].mlp, "W_in", nn.Identity()),
+        lambda: torch.func.functional_call(
+            model, {name: 2 * x for name, x in own.items()}, (TOKENS,)
+        ),
+        lambda: nn.utils.parametrize.register_parametrization(
+            model.blocks[0].mlp, "W_in", nn.Identity()
+        ),
         lambda: delattr(model.embed, "W_E"),
         lambda: model.embed.register_parameter("W_E", nn.Parameter(model.W_E.clone())),
     ):
         with pytest.raises((TypeError, KeyError), match=r"cannot be exchanged here|already exists"):
             change()
     for change in (
-        lambda: model.blocks.__delitem__(1), lambda: model.blocks.append(nn.Identity()), lambda: model.blocks.pop(0),
-        lambda: model.blocks.insert(0, nn.Identity()), lambda: setattr(model, "blocks", model.blocks[:1]),
-        lambda: model.blocks.add_module("2", nn.Identity()), lambda: delattr(model.blocks, "1"),
-    ):  # fmt: skip
+        lambda: model.blocks.__delitem__(1),
+        lambda: model.blocks.append(nn.Identity()),
+        lambda: model.blocks.pop(0),
+        lambda: model.blocks.insert(0, nn.Identity()),
+        lambda: setattr(model, "blocks", model.blocks[:1]),
+        lambda: model.blocks.add_module("2", nn.Identity()),
+        lambda: delattr(model.blocks, "1"),
+    ):
         with pytest.raises(TypeError, match="blocks are as many as the model has: stop_at_layer"):
             change()
     for change in (
-        lambda: delattr(model.blocks[0], "mlp"), lambda: delattr(model, "unembed"), lambda: delattr(model, "hook_embed")
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match="is the Hugging Face model's: put a module in its place"):
+        lambda: delattr(model.blocks[0], "mlp"),
+        lambda: delattr(model, "unembed"),
+        lambda: delattr(model, "hook_embed"),
+    ):
+        with pytest.raises(
+            TypeError, match="is the Hugging Face model's: put a module in its place"
+        ):
             change()
     assert torch.equal(model(TOKENS), plain)
 
@@ -194,7 +240,9 @@ def test_every_way_to_exchange_a_module_acts(way):
 
 def test_torch_hooks_of_gradients_before_a_part_are_called():
     model, seen = fresh(), []
-    handle = model.blocks[0].mlp.register_full_backward_pre_hook(lambda part, gradient: seen.append(gradient[0]))
+    handle = model.blocks[0].mlp.register_full_backward_pre_hook(
+        lambda part, gradient: seen.append(gradient[0])
+    )
     model.add_hook("blocks.0.hook_mlp_out", lambda gradient, hook: seen.append(gradient), "bwd")
     model(TOKENS, return_type="loss").backward()
     handle.remove()
@@ -231,8 +279,13 @@ def test_threads_find_the_same_parameters():
 
 def test_looking_an_attribute_up_lists_no_parameters(monkeypatch):
     model = fresh()
-    monkeypatch.setattr(HookedTransformer, "_sort_parameters", lambda self: pytest.fail("parameters were listed"))
-    assert model.blocks[1].attn.W_Q.shape == (4, 32, 8) and model.hook_embed is model.hook_dict["hook_embed"]
+    monkeypatch.setattr(
+        HookedTransformer, "_sort_parameters", lambda self: pytest.fail("parameters were listed")
+    )
+    assert (
+        model.blocks[1].attn.W_Q.shape == (4, 32, 8)
+        and model.hook_embed is model.hook_dict["hook_embed"]
+    )
     model.note = 1
     assert not hasattr(model, "not_there")
 
@@ -242,7 +295,9 @@ ORDERS = json.loads((ROOT / "tests/data/hooked_transformer_order.json").read_tex
 
 @pytest.mark.parametrize("kind", ORDERS["models"])
 def test_names_come_in_hooked_transformers_order(kind):
-    """The file holds what `named_parameters` and `state_dict` of TransformerLens 2.18 list, without masks."""
+    """The file holds what `named_parameters` and `state_dict` of TransformerLens 2.18 list, without
+    masks.
+    """
     made, theirs = ORDERS["models"][kind], ORDERS["models"][kind]["names"]
     make = {"bert": HookedEncoder, "t5": HookedEncoderDecoder}.get(kind, HookedTransformer)
     model = make(ORDERS["base"] | made["config"])
@@ -256,7 +311,11 @@ def test_names_come_in_hooked_transformers_order(kind):
 
 def test_a_loaded_models_names_come_in_this_order_too():
     model = fresh()
-    inside = [name.removeprefix("blocks.0.") for name in model.state_dict() if name.startswith("blocks.0.")]
+    inside = [
+        name.removeprefix("blocks.0.")
+        for name in model.state_dict()
+        if name.startswith("blocks.0.")
+    ]
     attn = [f"attn.{name}" for name in ["W_Q", "W_O", "b_Q", "b_O", "W_K", "W_V", "b_K", "b_V"]]
     mlp = [f"mlp.{name}" for name in ["W_in", "b_in", "W_out", "b_out"]]
     assert inside == ["ln1.w", "ln1.b", "ln2.w", "ln2.b", *attn, *mlp]
@@ -271,7 +330,9 @@ def test_a_loaded_models_names_come_in_this_order_too():
 def test_a_fill_after_a_seed_is_hooked_transformers():
     model = HookedTransformer(GROKKING)
     torch.manual_seed(3)
-    model.load_state_dict({name: torch.randn(value.shape) for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    )
     torch.manual_seed(3)
     drawn = [torch.randn(shape) for shape in ((8, 16), (3, 16), (2, 16, 8))]
     assert all(map(torch.equal, drawn, (model.W_E, model.W_pos, model.W_Q[0])))

@@ -55,10 +55,15 @@ def test_the_tree():
     assert getattr(model.blocks, "1") is model.blocks[-1] is list(model.blocks)[1]
     assert not [name for name in modules if name.startswith("original_model")]
     for part, kind in [
-        ("embed", "Embed"), ("pos_embed", "PosEmbed"), ("unembed", "Unembed"), ("ln_final", "LayerNorm"),
-        ("blocks.0", "TransformerBlock"), ("blocks.0.attn", "Attention"), ("blocks.0.mlp", "MLP"),
+        ("embed", "Embed"),
+        ("pos_embed", "PosEmbed"),
+        ("unembed", "Unembed"),
+        ("ln_final", "LayerNorm"),
+        ("blocks.0", "TransformerBlock"),
+        ("blocks.0.attn", "Attention"),
+        ("blocks.0.mlp", "MLP"),
         ("blocks.1.ln2", "LayerNorm"),
-    ]:  # fmt: skip
+    ]:
         assert type(modules[part]) is getattr(components, kind)
         assert isinstance(modules[part], nn.Module)
     assert not isinstance(model.blocks[0].mlp, components.GatedMLP)
@@ -78,7 +83,9 @@ def test_state_dicts_go_through(family):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     right = entries(family, "param", "raw")
     assert all(
-        torch.allclose(x, right[n], atol=1e-4) for n, x in state.items() if n in right and x.shape == right[n].shape
+        torch.allclose(x, right[n], atol=1e-4)
+        for n, x in state.items()
+        if n in right and x.shape == right[n].shape
     )
     assert len(state.keys() & right.keys()) > 20
     with torch.no_grad():
@@ -90,10 +97,14 @@ def test_state_dicts_go_through(family):
         with pytest.raises(RuntimeError, match="have no place"):
             other.load_state_dict(state)
         return
-    other.load_state_dict(state | {"blocks.0.attn.mask": torch.ones(1), "blocks.0.attn.IGNORE": torch.ones(1)})
+    other.load_state_dict(
+        state | {"blocks.0.attn.mask": torch.ones(1), "blocks.0.attn.IGNORE": torch.ones(1)}
+    )
     assert torch.equal(other(tokens), plain)
     attn = model.blocks[1].attn
-    assert set(attn.state_dict()) == {n.removeprefix("blocks.1.attn.") for n in state if n.startswith("blocks.1.attn.")}
+    assert set(attn.state_dict()) == {
+        n.removeprefix("blocks.1.attn.") for n in state if n.startswith("blocks.1.attn.")
+    }
     attn.load_state_dict({name: value * 2 for name, value in attn.state_dict().items()})
     name = "W_O"
     assert torch.equal(model.weights[f"blocks.1.attn.{name}"], state[f"blocks.1.attn.{name}"] * 2)
@@ -106,7 +117,12 @@ def test_optimizers_train_it():
     before, hf = model.W_Q.clone(), model.original_model
     assert {id(p) for p in model.parameters()} == {id(p) for p in hf.parameters()}
     fused, out = hf.transformer.h[0].attn.c_attn, hf.transformer.h[0].attn.c_proj
-    in_order = [fused.weight, out.weight, fused.bias, out.bias]  # HookedTransformer's: W_Q, W_O, b_Q, b_O
+    in_order = [
+        fused.weight,
+        out.weight,
+        fused.bias,
+        out.bias,
+    ]  # HookedTransformer's: W_Q, W_O, b_Q, b_O
     assert [id(p) for p in model.blocks[0].attn.parameters()] == [id(p) for p in in_order]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -132,16 +148,28 @@ def test_a_part_has_what_a_user_gives_it():
         _ = components.MLP.__new__(components.MLP).tally
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"]
+)
 def test_a_copy_of_a_part_stands_alone(family):
     model, tokens = fresh(family), reference(family)["tokens"]
     _, cache = model.run_with_cache(tokens)
     x = cache["resid_post", 0]
-    for part in (model.blocks[1].attn, model.blocks[1].mlp, model.blocks[1], model.ln_final, model.unembed):
+    for part in (
+        model.blocks[1].attn,
+        model.blocks[1].mlp,
+        model.blocks[1],
+        model.ln_final,
+        model.unembed,
+    ):
         alone = copy.deepcopy(part)
         assert torch.equal(alone(x), part(x))
-        assert {p.data_ptr() for p in alone.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
-        assert sum(p.numel() for p in alone.parameters()) == sum(p.numel() for p in part.parameters())
+        assert {p.data_ptr() for p in alone.parameters()}.isdisjoint(
+            p.data_ptr() for p in model.parameters()
+        )
+        assert sum(p.numel() for p in alone.parameters()) == sum(
+            p.numel() for p in part.parameters()
+        )
         right = part(x)
         with torch.no_grad():
             for parameter in alone.parameters():
@@ -157,9 +185,13 @@ def test_what_was_put_in_moves_with_the_model(wrapped):
     assert wrapped.double().cpu().float().blocks[0].mlp.own.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"]
+)
 def test_attention_of_three_inputs(family):
-    """Against the reference's own weights, in float64, for what has no rotation or norm of its own."""
+    """Against the reference's own weights, in float64, for what has no rotation or norm of
+    its own.
+    """
     model = fresh(family).double()
     attn, x = model.blocks[1].attn, torch.randn(3, 2, 10, 32, dtype=torch.float64)
     q, k, v = x
@@ -167,22 +199,29 @@ def test_attention_of_three_inputs(family):
     zs = [attn(*(q if i == 0 else torch.zeros_like(q), k, v)) for i in range(2)]
     assert torch.equal(zs[0], made)
     assert not torch.allclose(zs[1], made)
-    # A model whose reads differ by hooks computes the same: queries and keys of other inputs, put in by hand.
+    # A model whose reads differ by hooks computes the same: queries and keys of other inputs, put
+    # in by hand.
     held = {}
     for letter, given in (("q", q), ("k", k), ("v", v)):
         name = f"blocks.1.attn.hook_{letter}"
-        with model.hooks(fwd_hooks=[(name, lambda act, hook: held.__setitem__(hook.name, act.clone()))]):
+        with model.hooks(
+            fwd_hooks=[(name, lambda act, hook: held.__setitem__(hook.name, act.clone()))]
+        ):
             attn(given)
     put = [(name, lambda act, hook, kept=kept: kept) for name, kept in held.items()]
     with model.hooks(fwd_hooks=put):
         assert torch.allclose(attn(torch.zeros_like(q)), made, atol=1e-12)
     if family in ("gpt2", "opt"):
-        W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O = (getattr(attn, f"{w}_{p}") for w in "Wb" for p in "QKVO")
+        W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O = (
+            getattr(attn, f"{w}_{p}") for w in "Wb" for p in "QKVO"
+        )
         queries, keys, values = (
             torch.einsum("bpm,hmd->bhpd", x, W) + b[None, :, None]
             for x, W, b in ((q, W_Q, b_Q), (k, W_K, b_K), (v, W_V, b_V))
         )
-        scores = (queries @ keys.mT / model.cfg.attn_scale).masked_fill(~torch.ones(10, 10).tril().bool(), -torch.inf)
+        scores = (queries @ keys.mT / model.cfg.attn_scale).masked_fill(
+            ~torch.ones(10, 10).tril().bool(), -torch.inf
+        )
         by_hand = torch.einsum("bhpd,hdm->bpm", scores.softmax(-1) @ values, W_O) + b_O
         assert torch.allclose(made, by_hand, atol=1e-9)
     seen = []
@@ -193,14 +232,26 @@ def test_attention_of_three_inputs(family):
 
 
 def test_components_from_configurations():
-    cfg = {"n_layers": 2, "d_model": 16, "n_ctx": 8, "d_head": 4, "d_vocab": 11, "act_fn": "gelu", "device": "cpu"}
+    cfg = {
+        "n_layers": 2,
+        "d_model": 16,
+        "n_ctx": 8,
+        "d_head": 4,
+        "d_vocab": 11,
+        "act_fn": "gelu",
+        "device": "cpu",
+    }
     x = torch.randn(2, 5, 16)
     attn = components.Attention(cfg)
     assert attn.W_Q.shape == (4, 16, 4)
-    assert attn.cfg == copy.deepcopy(attn).cfg == HookedTransformerConfig(**cfg)  # of two layers, which it is told
+    assert (
+        attn.cfg == copy.deepcopy(attn).cfg == HookedTransformerConfig(**cfg)
+    )  # of two layers, which it is told
     assert attn(x, x, x).shape == (2, 5, 16)
     assert set(attn.state_dict()) == {f"{w}_{p}" for w in "Wb" for p in "QKVO"}
-    with pytest.raises(TypeError, match=r"reads \[batch, pos, d_model\], not \[2, 5, 4, 16\]: .*hook_q_input"):
+    with pytest.raises(
+        TypeError, match=r"reads \[batch, pos, d_model\], not \[2, 5, 4, 16\]: .*hook_q_input"
+    ):
         attn(x[:, :, None].expand(-1, -1, 4, -1), x, x)
     seen = []
     attn.hook_pattern.add_hook(lambda pattern, hook: seen.append(pattern))
@@ -211,12 +262,18 @@ def test_components_from_configurations():
     assert torch.allclose(mlp(x), by_hand, atol=1e-6)
     gated = components.GatedMLP(cfg)
     assert torch.allclose(
-        gated(x), (nn.functional.gelu(x @ gated.W_gate) * (x @ gated.W_in) + gated.b_in) @ gated.W_out + gated.b_out,
+        gated(x),
+        (nn.functional.gelu(x @ gated.W_gate) * (x @ gated.W_in) + gated.b_in) @ gated.W_out
+        + gated.b_out,
         atol=1e-6,
-    )  # fmt: skip
-    assert torch.allclose(components.LayerNorm(cfg)(x), nn.functional.layer_norm(x, (16,)), atol=1e-6)
+    )
+    assert torch.allclose(
+        components.LayerNorm(cfg)(x), nn.functional.layer_norm(x, (16,)), atol=1e-6
+    )
     assert components.LayerNorm(cfg, length=6)(torch.randn(3, 6)).shape == (3, 6)
-    assert torch.allclose(components.RMSNormPre(cfg)(x), nn.functional.rms_norm(x, (16,), eps=1e-5), atol=1e-6)
+    assert torch.allclose(
+        components.RMSNormPre(cfg)(x), nn.functional.rms_norm(x, (16,), eps=1e-5), atol=1e-6
+    )
     tokens = torch.tensor([[1, 2, 3]])
     embed = components.Embed(cfg)
     assert torch.equal(embed(tokens), embed.W_E[tokens])
@@ -258,7 +315,9 @@ def test_its_hook_points_have_names_and_fire(wrapped):
         _, cache = wrapped.run_with_cache(TOKENS, return_type="loss", incl_bwd=True)
     assert cache["blocks.0.mlp.hook_sae_grad"].any()
     x = torch.randn(1, 3, 32)
-    assert torch.equal(wrapped.blocks[0].mlp(x), fresh().blocks[0].mlp(x)), "called by itself, it does not recurse"
+    assert torch.equal(wrapped.blocks[0].mlp(x), fresh().blocks[0].mlp(x)), (
+        "called by itself, it does not recurse"
+    )
 
 
 def test_hooks_on_the_module_itself(wrapped):
@@ -280,7 +339,9 @@ def test_hooks_on_the_module_itself(wrapped):
 def test_the_models_own_hook_points_go_on(family, part):
     model = fresh(family)
     if family == "bloom" or (family, part) == ("opt", "mlp"):
-        with pytest.raises((AttributeError, TypeError), match=r"not one module|adding the residual stream"):
+        with pytest.raises(
+            (AttributeError, TypeError), match=r"not one module|adding the residual stream"
+        ):
             setattr(model.blocks[0], part, nn.Identity())
         assert getattr(model.blocks[0], part) is model.parts[f"blocks.0.{part}"]
         return
@@ -291,8 +352,12 @@ def test_the_models_own_hook_points_go_on(family, part):
     names = [f"blocks.0.{part}.hook_sae", f"blocks.0.{part}.hook_out"]
     _, cache = model.run_with_cache(TOKENS, names_filter=names)
     assert torch.allclose(*(cache[name] for name in names), atol=1e-6)
-    off = model.run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.0.{part}.hook_sae", lambda x, hook: x * 0)])
-    right = fresh(family).run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.0.{part}.hook_out", lambda x, hook: x * 0)])
+    off = model.run_with_hooks(
+        TOKENS, fwd_hooks=[(f"blocks.0.{part}.hook_sae", lambda x, hook: x * 0)]
+    )
+    right = fresh(family).run_with_hooks(
+        TOKENS, fwd_hooks=[(f"blocks.0.{part}.hook_out", lambda x, hook: x * 0)]
+    )
     assert torch.allclose(off, right, atol=1e-5)
 
 
@@ -301,6 +366,7 @@ def test_other_parts_in_place():
     model.blocks[1] = Wrapper(model.blocks[1])
     model.unembed = Wrapper(model.unembed)
     model.embed = Wrapper(model.embed)
+    assert torch.equal(model.W_U, fresh().W_U)
     assert torch.equal(model(TOKENS), plain)
     _, cache = model.run_with_cache(TOKENS)
     assert torch.equal(cache["unembed.hook_sae"], plain)
@@ -322,7 +388,9 @@ def test_other_parts_in_place():
 
 
 class Constant(nn.Module):
-    def forward(self, query_input, key_input, value_input, past_kv_cache_entry=None, attention_mask=None):
+    def forward(
+        self, query_input, key_input, value_input, past_kv_cache_entry=None, attention_mask=None
+    ):
         assert query_input is key_input is value_input
         return torch.zeros_like(query_input)
 
@@ -340,7 +408,9 @@ def test_a_forward_of_the_users(wrapped):
     assert torch.equal(logits, plain)
     assert torch.equal(cache["blocks.1.mlp.hook_in"], cache["normalized", 1, "ln2"])
     off = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.mlp.hook_in", lambda x, hook: x * 0)])
-    right = fresh().run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.ln2.hook_normalized", lambda x, hook: x * 0)])
+    right = fresh().run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.0.ln2.hook_normalized", lambda x, hook: x * 0)]
+    )
     assert torch.allclose(off, right, atol=1e-5)
     with pytest.raises(TypeError, match=r"blocks\.0\.mlp\.forward is a function of yours"):
         copy.deepcopy(model)
@@ -348,7 +418,9 @@ def test_a_forward_of_the_users(wrapped):
 
 def test_torch_hooks_on_parts_and_points():
     model, plain, seen = fresh(), fresh()(TOKENS), []
-    handle = model.blocks[1].mlp.register_forward_hook(lambda module, args, out: seen.append((module, args, out)))
+    handle = model.blocks[1].mlp.register_forward_hook(
+        lambda module, args, out: seen.append((module, args, out))
+    )
     _, cache = model.run_with_cache(TOKENS)
     ((module, (x,), out),) = seen
     assert module is model.blocks[1].mlp
@@ -358,7 +430,9 @@ def test_torch_hooks_on_parts_and_points():
     model.blocks[0].attn.register_forward_hook(lambda module, args, out: out * 0)
     assert not model.run_with_cache(TOKENS)[1]["attn_out", 0].any()
     model = fresh()
-    handle = model.blocks[0].hook_mlp_out.register_forward_hook(lambda point, args, out: args[0] * 0)
+    handle = model.blocks[0].hook_mlp_out.register_forward_hook(
+        lambda point, args, out: args[0] * 0
+    )
     assert not torch.equal(model(TOKENS), plain)
     handle.remove()
     assert torch.equal(model(TOKENS), plain)
@@ -384,7 +458,9 @@ def test_names_that_are_taken_and_parts_that_are_not_there():
             self.hook_post = HookPoint()
 
     model = fresh()
-    with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.hook_post is a hook point of the model already"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.mlp\.hook_post is a hook point of the model already"
+    ):
         model.blocks[0].mlp = Taken(model.blocks[0].mlp)
     assert model.blocks[0].mlp is model.parts["blocks.0.mlp"]
     assert not [name for name in model.hook_dict if "sae" in name]
@@ -406,7 +482,9 @@ def test_names_that_are_taken_and_parts_that_are_not_there():
 
 def test_elsewhere_in_the_model():
     model = fresh()
-    model.original_model.transformer.drop = nn.Sequential(model.original_model.transformer.drop, HookPoint())
+    model.original_model.transformer.drop = nn.Sequential(
+        model.original_model.transformer.drop, HookPoint()
+    )
     model.setup()
     _, cache = model.run_with_cache(TOKENS, names_filter="transformer.drop.1")
     assert torch.equal(cache["transformer.drop.1"], model(TOKENS, stop_at_layer=0))
@@ -429,7 +507,9 @@ def test_a_module_at_a_hook_point():
     plain, sae = model(TOKENS), Autoencoder(32)
     model.blocks[0].hook_resid_post = sae
     assert "blocks.0.hook_resid_post.encoder.weight" in model.state_dict()
-    by_hook = fresh().run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: sae(x))])
+    by_hook = fresh().run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: sae(x))]
+    )
     assert torch.allclose(model(TOKENS), by_hook, atol=1e-5)
     name = "blocks.0.hook_resid_post.hook_sae_acts"
     _, cache = model.run_with_cache(TOKENS)
@@ -464,7 +544,9 @@ def test_a_module_at_a_point_that_feeds_others_outlives_hooks_there():
     model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: None)])
     assert torch.equal(model(TOKENS), halved)
     assert not torch.equal(halved, plain)
-    with pytest.raises(ValueError, match=f"{name} has a module in its place, which a program has no place for"):
+    with pytest.raises(
+        ValueError, match=f"{name} has a module in its place, which a program has no place for"
+    ):
         model.program(capture=["blocks.1.hook_resid_post"])
     model.blocks[0].hook_attn_in = HookPoint()
     program = model.program(interventions=[(name, lambda x, hook: x * 0.5)])
@@ -497,7 +579,9 @@ def test_a_module_around_a_hook_point():
     model.set_use_split_qkv_input(True)
     point = model.blocks[1].hook_q_input
     model.blocks[1].hook_q_input = CallsThePoint(point)
-    halved = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_q_input", lambda x, hook: x / 2)])
+    halved = model.run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.1.hook_q_input", lambda x, hook: x / 2)]
+    )
     assert torch.allclose(halved, right, atol=1e-5)
 
 
@@ -530,11 +614,19 @@ def test_parts_can_be_called(family):
     assert torch.allclose(model.blocks[1](cache["resid_pre", 1]), cache["resid_post", 1], atol=1e-4)
     block = model.blocks[0]
     if family == "gpt2":
-        assert torch.allclose(block.ln1(cache["resid_pre", 0]), cache["normalized", 0, "ln1"], atol=1e-5)
-        assert torch.allclose(block.mlp(block.ln2(cache["resid_mid", 0])), cache["mlp_out", 0], atol=1e-5)
+        assert torch.allclose(
+            block.ln1(cache["resid_pre", 0]), cache["normalized", 0, "ln1"], atol=1e-5
+        )
+        assert torch.allclose(
+            block.mlp(block.ln2(cache["resid_mid", 0])), cache["mlp_out", 0], atol=1e-5
+        )
         off = []
-        with model.hooks(fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: off.append(x) or x * 0)]):
-            assert torch.allclose(block.mlp(cache["resid_pre", 0]), block.mlp.b_out.expand(2, 10, 32), atol=1e-6)
+        with model.hooks(
+            fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: off.append(x) or x * 0)]
+        ):
+            assert torch.allclose(
+                block.mlp(cache["resid_pre", 0]), block.mlp.b_out.expand(2, 10, 32), atol=1e-6
+            )
         assert len(off) == 1
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 10])
         assert torch.equal(model.pos_embed(tokens), cache["pos_embed"])
@@ -550,10 +642,14 @@ def test_parts_can_be_called(family):
         model.call_part("blocks.0.mlp.gate", tokens)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "opt", "phi3", "qwen3"]
+)
 def test_attention_can_be_called(family):
     model, tokens = fresh(family), reference(family)["tokens"]
-    _, cache = model.run_with_cache(tokens, names_filter=["blocks.1.ln1.hook_out", "blocks.1.attn.hook_out"])
+    _, cache = model.run_with_cache(
+        tokens, names_filter=["blocks.1.ln1.hook_out", "blocks.1.attn.hook_out"]
+    )
     x = cache["blocks.1.ln1.hook_out"].requires_grad_()
     attn = model.blocks[1].attn
     out = attn(query_input=x, key_input=x, value_input=x)
@@ -599,7 +695,9 @@ def test_a_norm_that_is_folded_is_of_another_class_and_keeps_what_it_was_given()
     seen.clear()
     model(TOKENS)
     assert seen == [components.LayerNormPre, "ln_final.hook_scale"]
-    assert isinstance(model.ln_final, components.LayerNormPre) and isinstance(before, components.LayerNorm)
+    assert isinstance(model.ln_final, components.LayerNormPre) and isinstance(
+        before, components.LayerNorm
+    )
     assert model.ln_final.note is before.note and model.ln_final.hook_scale is before.hook_scale
     assert dict(model.named_parameters())["ln_final.note"] is before.note
     x = torch.randn(1, 3, model.cfg.d_model)
@@ -616,4 +714,6 @@ def test_a_norm_in_a_module_of_the_users_stays_there_when_it_is_folded():
     folded.process_weights_()
     assert torch.equal(model(TOKENS), folded(TOKENS))
     model.ln_final = norm
-    assert torch.equal(model(TOKENS), folded(TOKENS)) and torch.equal(copy.deepcopy(model)(TOKENS), folded(TOKENS))
+    assert torch.equal(model(TOKENS), folded(TOKENS)) and torch.equal(
+        copy.deepcopy(model)(TOKENS), folded(TOKENS)
+    )

@@ -1,6 +1,8 @@
-"""Random models of the configurations that HookedTransformer 2.18 builds: the same logits, from the same seeds.
+"""Random models of the configurations that HookedTransformer 2.18 builds: the same logits, from the
+same seeds.
 
-`python tests/legacy/test_random_models.py`, where TransformerLens 2.18 is installed, writes the reference.
+`python tests/legacy/test_random_models.py`, where TransformerLens 2.18 is installed, writes the
+reference.
 """
 
 from pathlib import Path
@@ -12,13 +14,27 @@ from safetensors.torch import load_file, save_file
 REFERENCE = Path(__file__).resolve().parents[1] / "data" / "random_models.safetensors"
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
 BASE = {
-    "n_layers": 2, "d_model": 16, "n_ctx": 12, "d_head": 8, "n_heads": 2, "d_mlp": 32, "d_vocab": 30,
-    "act_fn": "gelu", "seed": 0, "device": "cpu", "normalization_type": "LN",
-}  # fmt: skip
+    "n_layers": 2,
+    "d_model": 16,
+    "n_ctx": 12,
+    "d_head": 8,
+    "n_heads": 2,
+    "d_mlp": 32,
+    "d_vocab": 30,
+    "act_fn": "gelu",
+    "seed": 0,
+    "device": "cpu",
+    "normalization_type": "LN",
+}
 ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 8, "normalization_type": "RMS"}
 KINDS = {
     "local": {"use_local_attn": True, "window_size": 3, "attn_types": ["global", "local"]},
-    "by_parts": {**ROTARY, "use_NTK_by_parts_rope": True, "NTK_original_ctx_len": 20, "rotary_base": 100},
+    "by_parts": {
+        **ROTARY,
+        "use_NTK_by_parts_rope": True,
+        "NTK_original_ctx_len": 20,
+        "rotary_base": 100,
+    },
     "scores_cap": {"attn_scores_soft_cap": 0.05},
     "logits_cap": {"output_logits_soft_cap": 0.5},
     "sandwich": {"use_normalization_before_and_after": True, "normalization_type": "RMS"},
@@ -27,9 +43,14 @@ KINDS = {
 }
 #: What each of them is compared with, to see that it makes a difference.
 WITHOUT = {
-    "local": {}, "by_parts": ROTARY, "scores_cap": {}, "logits_cap": {}, "sandwich": {"normalization_type": "RMS"},
-    "qk_norm": ROTARY, "mixture": {"act_fn": "silu", "gated_mlp": True},
-}  # fmt: skip
+    "local": {},
+    "by_parts": ROTARY,
+    "scores_cap": {},
+    "logits_cap": {},
+    "sandwich": {"normalization_type": "RMS"},
+    "qk_norm": ROTARY,
+    "mixture": {"act_fn": "silu", "gated_mlp": True},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +77,10 @@ def test_what_is_shown_of_a_capped_and_of_a_local_layer():
     scores = cache["attn_scores", 0]
     assert scores[scores.isfinite()].abs().max() <= 0.05
     _, cache = HookedTransformer(BASE | KINDS["local"]).run_with_cache(TOKENS)
-    assert cache["pattern", 0].tril(-3).abs().max() > 0 and cache["pattern", 1].tril(-3).abs().max() == 0
+    assert (
+        cache["pattern", 0].tril(-3).abs().max() > 0
+        and cache["pattern", 1].tril(-3).abs().max() == 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["local", "scores_cap", "mixture"])
@@ -95,5 +119,7 @@ def test_what_no_model_can_be(fields, why):
 if __name__ == "__main__":
     from transformer_lens import HookedTransformer
 
-    made = {kind: HookedTransformer(BASE | fields)(TOKENS).detach() for kind, fields in KINDS.items()}
+    made = {
+        kind: HookedTransformer(BASE | fields)(TOKENS).detach() for kind, fields in KINDS.items()
+    }
     save_file({kind: logits.contiguous() for kind, logits in made.items()}, REFERENCE)

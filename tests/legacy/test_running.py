@@ -22,8 +22,12 @@ def double(x, hook):
 
 def test_the_order_of_arguments(model, tokens):
     logits, loss = model(tokens, "both")
-    close = functools.partial(torch.allclose, atol=1e-4)  # a cached pattern is computed by another kernel
-    assert torch.equal(model(tokens, "loss", True), utils.lm_cross_entropy_loss(logits, tokens, per_token=True))
+    close = functools.partial(
+        torch.allclose, atol=1e-4
+    )  # a cached pattern is computed by another kernel
+    assert torch.equal(
+        model(tokens, "loss", True), utils.lm_cross_entropy_loss(logits, tokens, per_token=True)
+    )
     both = model(tokens, return_type="both")
     assert torch.equal(both.logits, logits)
     assert torch.equal(both.loss, loss)
@@ -54,7 +58,9 @@ def test_what_cannot_be_given(model, tokens):
 def test_stopping_at_each_layer(model, tokens):
     _, cache = model.run_with_cache(tokens)
     assert torch.equal(model(tokens, stop_at_layer=0), cache["blocks.0.hook_resid_pre"])
-    assert torch.allclose(model(tokens, stop_at_layer=-1), cache["blocks.1.hook_resid_pre"], atol=1e-5)
+    assert torch.allclose(
+        model(tokens, stop_at_layer=-1), cache["blocks.1.hook_resid_pre"], atol=1e-5
+    )
     out, partial = model.run_with_cache(tokens, stop_at_layer=1)
     assert torch.allclose(out, cache["blocks.0.hook_resid_post"], atol=1e-5)
     assert "blocks.0.hook_resid_post" in partial
@@ -72,7 +78,9 @@ def test_hooks_outside_of_the_layers_that_run_do_not_fire(model, tokens):
     assert fired == names[:2]
     fired.clear()
     residual = model(tokens, stop_at_layer=1)
-    model.run_with_hooks(input=residual, start_at_layer=1, fwd_hooks=[(name, note) for name in names])
+    model.run_with_hooks(
+        input=residual, start_at_layer=1, fwd_hooks=[(name, note) for name in names]
+    )
     assert fired == names[2:]
     _, cache = model.run_with_cache(tokens, names_filter=names, stop_at_layer=1)
     assert list(cache) == names[:2]
@@ -87,7 +95,9 @@ def test_the_tokens_that_are_embedded(model, tokens):
 
     changed = tokens.clone()
     changed[:, 0] = 7
-    assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=[("hook_tokens", other)]), model(changed))
+    assert torch.equal(
+        model.run_with_hooks(tokens, fwd_hooks=[("hook_tokens", other)]), model(changed)
+    )
     _, cache = model.run_with_cache(tokens, names_filter=["hook_tokens"])
     assert torch.equal(cache["hook_tokens"], tokens)
 
@@ -112,7 +122,15 @@ def test_what_enters_the_first_block(model, tokens):
 
 
 def test_a_shortformer():
-    fields = {"n_layers": 2, "d_model": 8, "n_ctx": 9, "d_head": 4, "d_vocab": 10, "act_fn": "relu", "device": "cpu"}
+    fields = {
+        "n_layers": 2,
+        "d_model": 8,
+        "n_ctx": 9,
+        "d_head": 4,
+        "d_vocab": 10,
+        "act_fn": "relu",
+        "device": "cpu",
+    }
     model = HookedTransformer(fields | {"positional_embedding_type": "shortformer"})
     tokens = torch.arange(10).reshape(2, 5)
     residual, ids, positions, _ = model.input_to_embed(tokens)
@@ -133,7 +151,9 @@ def test_filters_choose_what_is_switched_on(model, tokens):
     model.set_use_hook_mlp_in(use_hook_mlp_in=True)
     _, cache = model.run_with_cache(tokens, names_filter=lambda name: True)
     right = {
-        key.split("/", 2)[2] for key in reference("gpt2") if key.startswith(("processed/cache", "processed_fine/cac"))
+        key.split("/", 2)[2]
+        for key in reference("gpt2")
+        if key.startswith(("processed/cache", "processed_fine/cac"))
     }
     assert set(cache) == right
 
@@ -156,7 +176,10 @@ def test_the_input_of_one_head(model, tokens):
     with model.hooks(fwd_hooks=[("blocks.1.hook_q_input", other)]):
         _, changed = model.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
-    same = [torch.allclose(changed["q", 1][:, :, h], cache["q", 1][:, :, h], atol=1e-6) for h in range(4)]
+    same = [
+        torch.allclose(changed["q", 1][:, :, h], cache["q", 1][:, :, h], atol=1e-6)
+        for h in range(4)
+    ]
     assert same == [True, True, False, True]
     assert torch.equal(changed["k", 1], cache["k", 1])
 
@@ -164,9 +187,15 @@ def test_the_input_of_one_head(model, tokens):
 def test_positions_of_a_cache(model, tokens):
     _, whole = model.run_with_cache(tokens)
     for given, positions in (
-        (-1, [9]), (utils.Slice((2, 8, 3)), [2, 5]), ((3, 5), [3, 4]), ([0, 4], [0, 4]), (torch.tensor([1, 2]), [1, 2]),
-    ):  # fmt: skip
-        _, cache = model.run_with_cache(tokens, pos_slice=given, names_filter=["hook_embed", "blocks.0.attn.hook_q"])
+        (-1, [9]),
+        (utils.Slice((2, 8, 3)), [2, 5]),
+        ((3, 5), [3, 4]),
+        ([0, 4], [0, 4]),
+        (torch.tensor([1, 2]), [1, 2]),
+    ):
+        _, cache = model.run_with_cache(
+            tokens, pos_slice=given, names_filter=["hook_embed", "blocks.0.attn.hook_q"]
+        )
         assert torch.equal(cache["hook_embed"], whole["hook_embed"][:, positions])
         assert torch.equal(cache["q", 0], whole["q", 0][:, positions])
 
@@ -200,7 +229,9 @@ def test_hooks_of_all_kinds(model, tokens):
 def test_the_hooks_that_are_there(model, tokens):
     point = model.hook_dict["hook_embed"]
     model.add_perma_hook("hook_embed", double)
-    with model.hooks(fwd_hooks=[("hook_embed", double)], bwd_hooks=[(lambda name: name == "hook_embed", double)]):
+    with model.hooks(
+        fwd_hooks=[("hook_embed", double)], bwd_hooks=[(lambda name: name == "hook_embed", double)]
+    ):
         model.run_with_cache(tokens)
         assert (len(point.fwd_hooks), len(point.bwd_hooks)) == (2, 1)
         point.fwd_hooks[1].remove()
@@ -228,7 +259,10 @@ def test_a_cache_of_keys_and_values_equals_one_run(family):
     whole = model(tokens)
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg, model.cfg.device, 2)
     assert cache[0].past_keys.shape[:2] == (2, 0)
-    pieces = [model(tokens[:, start:stop], past_kv_cache=cache) for start, stop in ((0, 4), (4, 5), (5, 10))]
+    pieces = [
+        model(tokens[:, start:stop], past_kv_cache=cache)
+        for start, stop in ((0, 4), (4, 5), (5, 10))
+    ]
     assert torch.allclose(torch.cat(pieces, 1), whole, atol=1e-4)
     assert all(entry.past_values.shape[1] == 10 for entry in cache.entries)
     assert cache.previous_attention_mask.shape == (2, 10)
@@ -253,7 +287,9 @@ def test_a_frozen_cache_stays(model, tokens):
 def test_a_cache_whose_padding_is_on_the_side_that_the_run_names(family, side):
     model = HookedTransformer.from_pretrained_no_processing(str(DATA / family), device="cpu")
     pad, rows = model.tokenizer.pad_token_id, [[5, 6, 7, 8], [9, 10]]
-    first = torch.tensor([rows[0], [pad, pad, *rows[1]] if side == "left" else [*rows[1], pad, pad]])
+    first = torch.tensor(
+        [rows[0], [pad, pad, *rows[1]] if side == "left" else [*rows[1], pad, pad]]
+    )
     second = torch.tensor([[11, 12], [pad, 13] if side == "left" else [13, pad]])
     alone = model(torch.tensor([[*rows[1], 13]]))[0, -1]
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
@@ -281,12 +317,16 @@ def test_starting_at_a_layer_after_earlier_tokens(family):
     for layer, x in ((1, residual), (0, model.input_to_embed(new, past_kv_cache=cache)[0])):
         again = model(x, start_at_layer=layer, tokens=ids, attention_mask=mask, past_kv_cache=cache)
         assert torch.allclose(again, whole, atol=1e-4)
-        loss = model(x, "loss", start_at_layer=layer, tokens=ids, attention_mask=mask, past_kv_cache=cache)
+        loss = model(
+            x, "loss", start_at_layer=layer, tokens=ids, attention_mask=mask, past_kv_cache=cache
+        )
         assert torch.allclose(loss, utils.lm_cross_entropy_loss(whole, new), atol=1e-4)
     cache.unfreeze()
     embedded, _, _, mask = model.input_to_embed(new[:, :1], past_kv_cache=cache)
     assert torch.allclose(
-        model(embedded, start_at_layer=0, attention_mask=mask, past_kv_cache=cache), whole[:, :1], atol=1e-4
+        model(embedded, start_at_layer=0, attention_mask=mask, past_kv_cache=cache),
+        whole[:, :1],
+        atol=1e-4,
     )
     assert torch.allclose(model(new[:, 1:], past_kv_cache=cache), whole[:, 1:], atol=1e-4)
     assert cache.previous_attention_mask.shape == (2, 10)
@@ -299,9 +339,13 @@ def test_a_cache_is_as_before_when_a_run_fails(model, tokens):
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
     model(tokens[:, :6], past_kv_cache=cache)
     with pytest.raises(ZeroDivisionError):
-        model.run_with_hooks(tokens[:, 6:], past_kv_cache=cache, fwd_hooks=[("blocks.1.hook_mlp_out", fail)])
+        model.run_with_hooks(
+            tokens[:, 6:], past_kv_cache=cache, fwd_hooks=[("blocks.1.hook_mlp_out", fail)]
+        )
     assert [entry.past_keys.shape[1] for entry in cache] == [6, 6]
-    assert torch.allclose(model(tokens[:, 6:], past_kv_cache=cache), model(tokens)[:, 6:], atol=1e-4)
+    assert torch.allclose(
+        model(tokens[:, 6:], past_kv_cache=cache), model(tokens)[:, 6:], atol=1e-4
+    )
 
 
 def test_a_cache_with_padding(model):
@@ -310,11 +354,16 @@ def test_a_cache_with_padding(model):
     rows = [[5, 6, 7, 8], [9, 10]]
     first = torch.tensor([rows[0], [pad, pad, *rows[1]]])
     second = torch.tensor([[11, 12], [pad, 13]])
-    first_mask, second_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]), torch.tensor([[1, 1], [0, 1]])
+    first_mask, second_mask = (
+        torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
+        torch.tensor([[1, 1], [0, 1]]),
+    )
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
     model(first, attention_mask=first_mask, past_kv_cache=cache)
     last = model(second, attention_mask=second_mask, past_kv_cache=cache)[:, -1]
-    alone = torch.stack([model(torch.tensor([ids]))[0, -1] for ids in ([*rows[0], 11, 12], [*rows[1], 13])])
+    alone = torch.stack(
+        [model(torch.tensor([ids]))[0, -1] for ids in ([*rows[0], 11, 12], [*rows[1], 13])]
+    )
     assert torch.allclose(last, alone, atol=1e-4)
 
 
@@ -322,7 +371,9 @@ def test_a_cache_refuses_what_it_is_not_for(model, tokens):
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg)
     with pytest.raises(ValueError, match="the cache is for 1 rows and the input has 2"):
         model(tokens, past_kv_cache=cache)
-    with pytest.raises(ValueError, match="would miss these tokens in the layers before start_at_layer=1: freeze"):
+    with pytest.raises(
+        ValueError, match="would miss these tokens in the layers before start_at_layer=1: freeze"
+    ):
         model(torch.zeros(1, 2, 32), start_at_layer=1, past_kv_cache=cache)
     with pytest.raises(ValueError, match="a loss needs tokens"):
         model(torch.zeros(1, 2, 32), "loss", start_at_layer=0, past_kv_cache=cache)
@@ -334,18 +385,29 @@ def test_a_cache_refuses_what_it_is_not_for(model, tokens):
 def test_a_function_chooses_what_is_switched_on(model, tokens):
     """As attribution patching has it: one function keeps what comes, one what goes back."""
     made, gradients = {}, {}
-    model.add_hook(lambda name: "_input" not in name, lambda x, hook: made.__setitem__(hook.name, x))
-    model.add_hook(lambda name: "_input" not in name, lambda x, hook: gradients.__setitem__(hook.name, x), "bwd")
+    model.add_hook(
+        lambda name: "_input" not in name, lambda x, hook: made.__setitem__(hook.name, x)
+    )
+    model.add_hook(
+        lambda name: "_input" not in name,
+        lambda x, hook: gradients.__setitem__(hook.name, x),
+        "bwd",
+    )
     model(tokens, return_type="loss").backward()
     assert made.keys() == gradients.keys()
-    # TransformerLens' notebook says 220 of GPT-2's twelve layers, with attention results: 4, and 18 in a layer.
+    # TransformerLens' notebook says 220 of GPT-2's twelve layers, with attention results: 4, and 18
+    # in a layer.
     assert len(made) == 4 + 17 * model.cfg.n_layers
-    assert not [name for name in made if name.endswith(("hook_attn_in", "hook_result", "hook_mlp_in"))]
+    assert not [
+        name for name in made if name.endswith(("hook_attn_in", "hook_result", "hook_mlp_in"))
+    ]
     assert "blocks.0.ln1.hook_scale" in made
     model.reset_hooks()
     model.set_use_attn_result(True)
     seen = []
-    with model.hooks(fwd_hooks=[(lambda name: "attn" in name, lambda x, hook: seen.append(hook.name))]):
+    with model.hooks(
+        fwd_hooks=[(lambda name: "attn" in name, lambda x, hook: seen.append(hook.name))]
+    ):
         model(tokens)
     assert "blocks.1.attn.hook_result" in seen
     assert "blocks.1.hook_attn_in" not in seen

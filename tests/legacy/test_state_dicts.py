@@ -20,7 +20,10 @@ def test_weights_as_they_are_stored(model):
         == model.tl_parameters().keys()
         | {
             f"{norm}.{part}"
-            for norm in ("ln_final", *(f"blocks.{i}.ln{n}" for i in range(model.cfg.n_layers) for n in (1, 2)))
+            for norm in (
+                "ln_final",
+                *(f"blocks.{i}.ln{n}" for i in range(model.cfg.n_layers) for n in (1, 2)),
+            )
             for part in ("w", "b")
         }
     )

@@ -18,7 +18,10 @@ def english():
 
 def test_bos(english):
     bos = english.tokenizer.bos_token_id
-    with_bos, without = english.to_tokens("Mary and John"), english.to_tokens("Mary and John", prepend_bos=False)
+    with_bos, without = (
+        english.to_tokens("Mary and John"),
+        english.to_tokens("Mary and John", prepend_bos=False),
+    )
     assert with_bos[0, 0] == bos
     assert torch.equal(with_bos[:, 1:], without)
     assert english.cfg.default_prepend_bos is True
@@ -26,7 +29,11 @@ def test_bos(english):
     assert torch.equal(english.to_tokens("Mary and John"), without)
     english.cfg.default_prepend_bos = True
     assert english.to_str_tokens("Mary and") == ["<bos>", "Mary", " and"]
-    assert english.to_str_tokens(np.array([[*english.to_tokens("Mary and")[0]]])) == ["<bos>", "Mary", " and"]
+    assert english.to_str_tokens(np.array([[*english.to_tokens("Mary and")[0]]])) == [
+        "<bos>",
+        "Mary",
+        " and",
+    ]
     assert english.to_single_str_token(int_token=english.to_single_token(" Mary")) == " Mary"
     assert english.get_token_position(" John", PROMPT, mode="last") == 10
 
@@ -59,7 +66,9 @@ def test_padding_in_front_of_tokens_is_masked_where_the_run_says_so(english):
 def test_what_is_not_in_a_text(english):
     for position in (
         lambda: english.get_token_position(" John", "Mary and"),
-        lambda: english.get_token_position(english.tokenizer.bos_token_id, "Mary", prepend_bos=False),
+        lambda: english.get_token_position(
+            english.tokenizer.bos_token_id, "Mary", prepend_bos=False
+        ),
         lambda: english.to_single_token("Mary and John"),
     ):
         for kind in (ValueError, AssertionError):  # HookedTransformer's is the second
@@ -76,7 +85,9 @@ def test_a_tokenizer_without_its_own_tokens(tmp_path):
 
     bare = AutoTokenizer.from_pretrained(DATA / "gpt2")
     bare.pad_token, bare.bos_token = None, None
-    model = HookedTransformer.from_pretrained_no_processing(str(DATA / "gpt2"), device="cpu", tokenizer=bare)
+    model = HookedTransformer.from_pretrained_no_processing(
+        str(DATA / "gpt2"), device="cpu", tokenizer=bare
+    )
     assert model.tokenizer.pad_token == model.tokenizer.bos_token == "<eos>"
     assert bare.pad_token is None
     model.set_tokenizer(bare, default_padding_side="left")
@@ -94,11 +105,16 @@ def test_generate(english):
     assert english.generate(PROMPT, 3, temperature=0, verbose=False) == greedy
     assert english.generate(PROMPT, 3, top_k=1, verbose=False) == greedy
     assert english.generate(PROMPT, 3, top_p=1e-6, verbose=False) == greedy
-    assert english.generate(PROMPT, 3, do_sample=False, use_past_kv_cache=False, verbose=False) == greedy
+    assert (
+        english.generate(PROMPT, 3, do_sample=False, use_past_kv_cache=False, verbose=False)
+        == greedy
+    )
     tokens = english.to_tokens(PROMPT)
     made = english.generate(tokens, 3, do_sample=False, verbose=False)
     assert english.to_string(made[0, 1:]).startswith(PROMPT + " Mary")
-    assert torch.equal(english.generate(tokens, 3, do_sample=False, verbose=False, return_type="tensor"), made)
+    assert torch.equal(
+        english.generate(tokens, 3, do_sample=False, verbose=False, return_type="tensor"), made
+    )
     several = english.generate([PROMPT, "Mary and John"], 2, do_sample=False, verbose=False)
     assert greedy.startswith(several[0])
 
@@ -122,7 +138,9 @@ def test_generate_embeddings(english):
     made = english.generate(embedded, 2, do_sample=False, verbose=False)
     ids = english.generate(tokens, 2, do_sample=False, verbose=False)
     assert torch.equal(made, english.core.get_input_embeddings()(ids))
-    assert torch.equal(english.generate(tokens, 2, do_sample=False, verbose=False, return_type="embeds"), made)
+    assert torch.equal(
+        english.generate(tokens, 2, do_sample=False, verbose=False, return_type="embeds"), made
+    )
 
 
 def test_hooks_act_on_generation(english):
@@ -140,10 +158,23 @@ def test_analysis_on_the_model(model):
     for mode in "QKV":
         right = reference_of[f"processed/method/composition_{mode}"]
         assert torch.allclose(model.all_composition_scores(mode), right, atol=1e-3)
-    assert torch.allclose(model.accumulated_bias(2), reference_of["processed/method/accumulated_bias"], atol=1e-4)
+    assert torch.allclose(
+        model.accumulated_bias(2), reference_of["processed/method/accumulated_bias"], atol=1e-4
+    )
     directions = model.tokens_to_residual_directions(torch.tensor([5, 7, 9]))
-    assert torch.allclose(directions, reference_of["processed/method/tokens_to_residual_directions"], atol=1e-4)
-    assert model.all_head_labels() == ["L0H0", "L0H1", "L0H2", "L0H3", "L1H0", "L1H1", "L1H2", "L1H3"]
+    assert torch.allclose(
+        directions, reference_of["processed/method/tokens_to_residual_directions"], atol=1e-4
+    )
+    assert model.all_head_labels() == [
+        "L0H0",
+        "L0H1",
+        "L0H2",
+        "L0H3",
+        "L1H0",
+        "L1H1",
+        "L1H2",
+        "L1H3",
+    ]
     assert model.QK.shape == model.OV.shape == (2, 4, 32, 32)
     for name in ("QK", "OV"):
         of_layer = getattr(model.blocks[1].attn, name)

@@ -1,4 +1,6 @@
-"""`bridge.legacy.TransformerBridge`: what programs for TransformerLens 3 and 4 ask of one, against the bridge's own."""
+"""`bridge.legacy.TransformerBridge`: what programs for TransformerLens 3 and 4 ask of one, against
+the bridge's own.
+"""
 
 import copy
 
@@ -27,16 +29,27 @@ def bridge(plain):
 def test_it_runs_the_model_and_names_its_weights_as_the_model_does(bridge, plain):
     assert torch.equal(bridge(TOKENS), plain.original_model(TOKENS).logits)
     assert bridge.state_dict().keys() == plain.original_model.state_dict().keys()
-    assert [name for name, _ in bridge.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in bridge.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     assert torch.equal(copy.deepcopy(bridge)(TOKENS), bridge(TOKENS))
 
 
 def test_hook_points_are_modules_by_every_name(bridge):
     points = bridge.hook_dict
-    assert points["blocks.0.hook_out"] is points["blocks.0.hook_resid_post"] is bridge.blocks[0].hook_resid_post
-    assert all(isinstance(point, HookPoint) and isinstance(point, nn.Module) for point in points.values())
+    assert (
+        points["blocks.0.hook_out"]
+        is points["blocks.0.hook_resid_post"]
+        is bridge.blocks[0].hook_resid_post
+    )
+    assert all(
+        isinstance(point, HookPoint) and isinstance(point, nn.Module) for point in points.values()
+    )
     assert bridge.hook_aliases["blocks.0.hook_out"] == "blocks.0.hook_resid_post"
-    assert "blocks.0.hook_out" in points and points.get("blocks.0.hook_out") is bridge.blocks[0].hook_resid_post
+    assert (
+        "blocks.0.hook_out" in points
+        and points.get("blocks.0.hook_out") is bridge.blocks[0].hook_resid_post
+    )
     assert len(bridge.hook_points()) == len(points) and points.get("blocks.0.hook_aut") is None
     with pytest.raises(KeyError, match="hook_aut"):
         points["blocks.0.hook_aut"]
@@ -46,19 +59,26 @@ def test_hook_points_are_modules_by_every_name(bridge):
 def test_parts_are_called_hooked_and_listed(bridge):
     _, cache = bridge.run_with_cache(TOKENS)
     block = bridge.blocks[1]
-    assert torch.allclose(block.mlp(cache["blocks.1.ln2.hook_normalized"]), cache["mlp_out", 1], atol=1e-5)
+    assert torch.allclose(
+        block.mlp(cache["blocks.1.ln2.hook_normalized"]), cache["mlp_out", 1], atol=1e-5
+    )
     assert block.attn.original_component is bridge.original_model.transformer.h[1].attn
     assert block.attn.get_hooks()["hook_z"] is block.attn.hook_z
     handle = block.attn.add_hook(lambda x, hook: x * 0)
     assert block.hook_attn_out.has_hooks() and not block.hook_attn_out.has_hooks(dir="bwd")
     assert [*bridge.list_hooks()] == ["blocks.1.hook_attn_out"]
-    assert isinstance(handle.id, int) and bridge.list_hooks()["blocks.1.hook_attn_out"][0].hook == handle
+    assert (
+        isinstance(handle.id, int)
+        and bridge.list_hooks()["blocks.1.hook_attn_out"][0].hook == handle
+    )
     off = bridge.run_with_cache(TOKENS)[1]
     block.attn.remove_hooks()
     assert off["attn_out", 1].abs().max() == 0 and not bridge.list_hooks()
     permanent = bridge.add_perma_hook("blocks.0.hook_out", hook_fn=lambda x, hook: None)
     bridge.reset_hooks()
-    assert bridge.blocks[0].hook_resid_post.has_hooks() and not bridge.list_hooks(including_permanent=False)
+    assert bridge.blocks[0].hook_resid_post.has_hooks() and not bridge.list_hooks(
+        including_permanent=False
+    )
     permanent[0].remove()
     with pytest.raises(ValueError, match="must be 'output' or 'input'"):
         block.attn.add_hook(print, "middle")
@@ -78,11 +98,18 @@ def test_hooks_without_a_batch_axis(bridge):
         seen.append(x.shape)
         return x / 2
 
-    found = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_out", halve)], remove_batch_dim=True)
+    found = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.0.hook_out", halve)], remove_batch_dim=True
+    )
     assert seen == [(5, 32)]
-    assert torch.equal(found, bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x / 2)]))
+    assert torch.equal(
+        found,
+        bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x / 2)]),
+    )
     with pytest.raises(ValueError, match="has 2 rows"):
-        bridge.run_with_hooks(TOKENS.expand(2, -1), [("blocks.0.hook_out", halve)], remove_batch_dim=True)
+        bridge.run_with_hooks(
+            TOKENS.expand(2, -1), [("blocks.0.hook_out", halve)], remove_batch_dim=True
+        )
 
 
 def test_a_cache_keeps_what_was_asked_for_by_its_alias(bridge):
@@ -105,14 +132,21 @@ def test_what_a_model_does_not_have(bridge):
 
 
 def test_circuits_of_the_layers_that_have_attention(bridge):
-    for (layers, found), whole in ((bridge.QK_for_attn_layers(), bridge.QK), (bridge.OV_for_attn_layers(), bridge.OV)):
+    for (layers, found), whole in (
+        (bridge.QK_for_attn_layers(), bridge.QK),
+        (bridge.OV_for_attn_layers(), bridge.OV),
+    ):
         assert layers == [0, 1] == bridge.composition_layer_indices()
         assert torch.allclose(found.AB, whole.AB, atol=1e-6)
 
 
 def test_generating(bridge):
-    greedy = bridge.generate(TOKENS, max_new_tokens=3, do_sample=False, verbose=False, stop_at_eos=False)
-    zero = bridge.generate(TOKENS, max_new_tokens=3, temperature=0.0, verbose=False, stop_at_eos=False)
+    greedy = bridge.generate(
+        TOKENS, max_new_tokens=3, do_sample=False, verbose=False, stop_at_eos=False
+    )
+    zero = bridge.generate(
+        TOKENS, max_new_tokens=3, temperature=0.0, verbose=False, stop_at_eos=False
+    )
     assert torch.equal(zero, greedy)
     made = bridge.hf_generate(TOKENS, max_new_tokens=3, do_sample=False, stop_at_eos=False)
     assert torch.equal(made, greedy)
@@ -130,12 +164,18 @@ def test_the_end_of_text_in_hf_generate(bridge, explicit, monkeypatch):
     given = {"first": first, "other": next(i for i in range(61) if i not in others)}.get(explicit)
     made = bridge.hf_generate(TOKENS, **options, eos_token_id=given)
     assert made.shape == (1, 8 if explicit == "other" else 6)
-    assert torch.equal(bridge.hf_generate(TOKENS, **options, eos_token_id=given, stop_at_eos=False), greedy)
-    whole = bridge.hf_generate(TOKENS, **options, stop_at_eos=False, output_scores=True, return_dict_in_generate=True)
+    assert torch.equal(
+        bridge.hf_generate(TOKENS, **options, eos_token_id=given, stop_at_eos=False), greedy
+    )
+    whole = bridge.hf_generate(
+        TOKENS, **options, stop_at_eos=False, output_scores=True, return_dict_in_generate=True
+    )
     assert torch.equal(whole.sequences, greedy) and len(whole.scores) == 3
 
 
-@pytest.mark.parametrize("make", [TransformerBridge.boot_transformers, HookedTransformer.from_pretrained])
+@pytest.mark.parametrize(
+    "make", [TransformerBridge.boot_transformers, HookedTransformer.from_pretrained]
+)
 def test_they_are_verified_as_any_bridge_is(make, caplog):
     assert verify(make(str(DATA / "gpt2"), device="cpu")).passed
 
@@ -158,9 +198,10 @@ def test_decompositions_along_directions(bridge):
     _, cache = bridge.run_with_cache(TOKENS)
     directions = torch.randn(32, 3)
     for name, arguments in (
-        ("get_full_resid_decomposition", {}), ("stack_neuron_results", {"layer": 2, "apply_ln": True}),
+        ("get_full_resid_decomposition", {}),
+        ("stack_neuron_results", {"layer": 2, "apply_ln": True}),
         ("get_neuron_results", {"layer": 1}),
-    ):  # fmt: skip
+    ):
         whole = getattr(cache, name)(**arguments)
         found = getattr(cache, name)(**arguments, project_output_onto=directions)
         assert torch.allclose(found, whole @ directions, atol=1e-5)
@@ -168,5 +209,9 @@ def test_decompositions_along_directions(bridge):
         assert torch.allclose(one, found[..., 0], atol=1e-5)
     read = cache.stack_neuron_results(1, incl_remainder=True, mlp_input=True).sum(0)
     assert torch.allclose(read, cache["resid_mid", 1], atol=1e-5)
-    normed = cache.stack_neuron_results(1, incl_remainder=True, mlp_input=True, apply_ln=True).sum(0)
-    assert torch.allclose(normed, (read - read.mean(-1, keepdim=True)) / cache["scale", 1, "ln2"], atol=1e-4)
+    normed = cache.stack_neuron_results(1, incl_remainder=True, mlp_input=True, apply_ln=True).sum(
+        0
+    )
+    assert torch.allclose(
+        normed, (read - read.mean(-1, keepdim=True)) / cache["scale", 1, "ln2"], atol=1e-4
+    )

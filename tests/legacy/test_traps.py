@@ -43,7 +43,9 @@ def test_setting_the_field_ungroups():
     with pytest.raises(RuntimeError, match="hooks are attached"):
         model.cfg.ungroup_grouped_query_attention = True
     assert model.cfg.ungroup_grouped_query_attention is False
-    made = HookedTransformer(CFG | {"d_vocab": 10, "n_key_value_heads": 2, "ungroup_grouped_query_attention": True})
+    made = HookedTransformer(
+        CFG | {"d_vocab": 10, "n_key_value_heads": 2, "ungroup_grouped_query_attention": True}
+    )
     assert made.run_with_cache([[1, 2]])[1]["k", 0].shape[2] == 4
 
 

@@ -51,10 +51,20 @@ def test_the_model_computes_what_it_did(family):
 
 def test_a_seed_draws_what_it_drew_before_they_were_ungrouped():
     fields = {
-        "n_layers": 2, "d_model": 16, "n_ctx": 8, "d_head": 4, "n_heads": 4, "n_key_value_heads": 2, "d_vocab": 10,
-        "act_fn": "silu", "device": "cpu", "seed": 3,
-    }  # fmt: skip
-    grouped, ungrouped = (HookedTransformer(fields | {"ungroup_grouped_query_attention": on}) for on in (False, True))
+        "n_layers": 2,
+        "d_model": 16,
+        "n_ctx": 8,
+        "d_head": 4,
+        "n_heads": 4,
+        "n_key_value_heads": 2,
+        "d_vocab": 10,
+        "act_fn": "silu",
+        "device": "cpu",
+        "seed": 3,
+    }
+    grouped, ungrouped = (
+        HookedTransformer(fields | {"ungroup_grouped_query_attention": on}) for on in (False, True)
+    )
     assert ungrouped.cfg.ungroup_grouped_query_attention
     assert torch.equal(ungrouped.W_K, grouped.W_K)
     assert torch.allclose(ungrouped([[1, 2, 3]]), grouped([[1, 2, 3]]), atol=1e-6)
@@ -66,7 +76,11 @@ def test_one_heads_key_is_its_own(family):
     model.set_ungroup_grouped_query_attention(True)
     model.set_use_split_qkv_input(True)
     _, plain = model.run_with_cache(tokens)
-    assert plain["blocks.1.hook_k_input"].shape == plain["blocks.1.hook_v_input"].shape == (2, 10, 4, 32)
+    assert (
+        plain["blocks.1.hook_k_input"].shape
+        == plain["blocks.1.hook_v_input"].shape
+        == (2, 10, 4, 32)
+    )
 
     def change(x, hook):
         x[:, :, 1] = x[:, :, 1].flip(-1)
@@ -75,9 +89,17 @@ def test_one_heads_key_is_its_own(family):
     def changed_heads(point, seen):
         with model.hooks(fwd_hooks=[(f"blocks.1.{point}", change)]):
             _, cache = model.run_with_cache(tokens)
-        return [not torch.allclose(cache[seen, 1][:, :, h], plain[seen, 1][:, :, h], atol=1e-6) for h in range(4)]
+        return [
+            not torch.allclose(cache[seen, 1][:, :, h], plain[seen, 1][:, :, h], atol=1e-6)
+            for h in range(4)
+        ]
 
-    for point, seen in (("attn.hook_k", "z"), ("attn.hook_v", "z"), ("hook_k_input", "k"), ("hook_v_input", "v")):
+    for point, seen in (
+        ("attn.hook_k", "z"),
+        ("attn.hook_v", "z"),
+        ("hook_k_input", "k"),
+        ("hook_v_input", "v"),
+    ):
         assert changed_heads(point, seen) == [False, True, False, False], point
 
 
@@ -87,7 +109,9 @@ def test_keys_of_earlier_tokens():
     cache = HookedTransformerKeyValueCache.init_cache(model.cfg, "cpu", 2)
     model(tokens[:, :6], past_kv_cache=cache)
     assert cache[0].past_keys.shape == (2, 6, 4, 8)
-    assert torch.allclose(model(tokens[:, 6:], past_kv_cache=cache), model(tokens)[:, 6:], atol=1e-4)
+    assert torch.allclose(
+        model(tokens[:, 6:], past_kv_cache=cache), model(tokens)[:, 6:], atol=1e-4
+    )
     assert model.generate(tokens, max_new_tokens=2, verbose=False).shape == (2, 12)
 
 
@@ -98,12 +122,16 @@ def test_what_cannot_be_ungrouped():
         model.set_ungroup_grouped_query_attention(True)
     model.reset_hooks()
     model.blocks[0].mlp.hook_post = nn.Identity()
-    with pytest.raises(RuntimeError, match=r"spliced in at blocks\.0\.mlp\.hook_post, which would be lost"):
+    with pytest.raises(
+        RuntimeError, match=r"spliced in at blocks\.0\.mlp\.hook_post, which would be lost"
+    ):
         model.set_ungroup_grouped_query_attention(True)
     model.blocks[0].mlp.hook_post = HookPoint()
     layer = model.original_model.model.layers[1].self_attn
     own, layer.v_proj = layer.v_proj, nn.Sequential(layer.v_proj)
-    with pytest.raises(ValueError, match=r"v_proj in model\.layers\.1\.self_attn is no linear layer to their 16"):
+    with pytest.raises(
+        ValueError, match=r"v_proj in model\.layers\.1\.self_attn is no linear layer to their 16"
+    ):
         model.set_ungroup_grouped_query_attention(True)
     layer.v_proj = own
     assert model.cfg.n_key_value_heads == 2
@@ -125,7 +153,10 @@ def test_an_exception_leaves_the_model_as_it_was(run):
     layers = model.original_model.model.layers
     model.train()
     layers[0].eval()
-    before, modes = model.original_model.state_dict(), [module.training for module in model.original_model.modules()]
+    before, modes = (
+        model.original_model.state_dict(),
+        [module.training for module in model.original_model.modules()],
+    )
 
     def interrupt(*args):
         runs.append(args)
@@ -137,7 +168,10 @@ def test_an_exception_leaves_the_model_as_it_was(run):
         model.set_ungroup_grouped_query_attention(True)
     handle.remove()
     assert [module.training for module in model.original_model.modules()] == modes
-    assert all(value.data_ptr() == before[name].data_ptr() for name, value in model.original_model.state_dict().items())
+    assert all(
+        value.data_ptr() == before[name].data_ptr()
+        for name, value in model.original_model.state_dict().items()
+    )
     assert (model.cfg.n_key_value_heads, model.core.config.num_key_value_heads) == (2, 2)
     model.set_ungroup_grouped_query_attention(True)
     assert [module.training for module in model.original_model.modules()] == modes
@@ -165,7 +199,9 @@ def test_back_in_another_type():
     model.set_ungroup_grouped_query_attention(True)
     model.to(torch.bfloat16)
     model.set_ungroup_grouped_query_attention(False)
-    assert all(torch.equal(value, right.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, right.state_dict()[name]) for name, value in model.state_dict().items()
+    )
 
 
 def test_a_subclass_with_arguments_of_its_own():

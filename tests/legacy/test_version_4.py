@@ -1,7 +1,8 @@
-"""The public API of TransformerLens 4.3.0, name by name: there, refused with what to use, or explained.
+"""The public API of TransformerLens 4.3.0, name by name: there, refused with what to use, or
+explained.
 
-`python -m tests.legacy.test_version_4` writes the table in docs/migration_names.md; where TransformerLens 4.3.0 is
-installed, it first writes its names and arguments to tests/data.
+`python -m tests.legacy.test_version_4` writes the table in docs/migration.md; where
+TransformerLens 4.3.0 is installed, it first writes its names and arguments to tests/data.
 """
 
 import importlib
@@ -19,25 +20,40 @@ from bridge.legacy import table
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "tests" / "data" / "transformer_lens_4.json"
-PAGE = ROOT / "docs" / "migration_names.md"
+PAGE = ROOT / "docs" / "migration.md"
 BEGIN, END = "<!-- written by python -m tests.legacy.test_version_4 -->\n", "<!-- until here -->\n"
 #: Its classes, and ours.
 CLASSES = {
-    "transformer_lens.model_bridge:TransformerBridge": "bridge.legacy.model_bridge:TransformerBridge",
+    "transformer_lens.model_bridge:TransformerBridge": (
+        "bridge.legacy.model_bridge:TransformerBridge"
+    ),
     "transformer_lens.hook_points:HookPoint": "bridge.legacy.hook_points:HookPoint",
     "transformer_lens:ActivationCache": "bridge.legacy:ActivationCache",
-    "transformer_lens.model_bridge.generalized_components.base:GeneralizedComponent": "bridge.legacy.module_tree:Part",
+    "transformer_lens.model_bridge.generalized_components.base:GeneralizedComponent": (
+        "bridge.legacy.module_tree:Part"
+    ),
     "transformer_lens:HookedRootModule": "bridge.legacy:HookedRootModule",
     "transformer_lens:FactoredMatrix": "bridge.legacy:FactoredMatrix",
     "transformer_lens:SVDInterpreter": "bridge.legacy:SVDInterpreter",
 }
 #: Its modules whose names programs import.
-MODULES = ("", "model_bridge", "config", "hook_points", "utilities", "utilities.tensors", "evals", "patching",
-           "tools.analysis")  # fmt: skip
+MODULES = (
+    "",
+    "model_bridge",
+    "config",
+    "hook_points",
+    "utilities",
+    "utilities.tensors",
+    "patching",
+    "tools.analysis",
+)
 #: What takes another method's arguments, besides its own.
 PASSES_ON = {
-    "run_with_cache": "forward", "run_with_hooks": "forward", "generate_stream": "generate", "hf_generate": "generate",
-}  # fmt: skip
+    "run_with_cache": "forward",
+    "run_with_hooks": "forward",
+    "generate_stream": "generate",
+    "hf_generate": "generate",
+}
 
 
 def named(place):
@@ -48,7 +64,11 @@ def named(place):
 def arguments(function):
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.items()
-    return [name for name, parameter in found if parameter.kind not in kinds and name not in ("self", "cls")]
+    return [
+        name
+        for name, parameter in found
+        if parameter.kind not in kinds and name not in ("self", "cls")
+    ]
 
 
 def public(cls):
@@ -69,14 +89,22 @@ def read_installed():
     modules = {}
     for place in MODULES:
         module = importlib.import_module(f"transformer_lens.{place}".rstrip("."))
-        ours = [name for name in dir(module) if not name.startswith("_") and _belongs(getattr(module, name), module)]
+        ours = [
+            name
+            for name in dir(module)
+            if not name.startswith("_") and _belongs(getattr(module, name), module)
+        ]
         modules[place] = sorted({*ours, *getattr(module, "__all__", ())})
     return {"classes": classes, "modules": modules}
 
 
 def _belongs(value, module):
     where = getattr(value, "__module__", None) or ""
-    inside = where.startswith("transformer_lens") if hasattr(module, "__path__") else where == module.__name__
+    inside = (
+        where.startswith("transformer_lens")
+        if hasattr(module, "__path__")
+        else where == module.__name__
+    )
     return inside and not inspect.ismodule(value)
 
 
@@ -95,7 +123,9 @@ def test_the_names_are_those_of_the_installed_package():
 
 
 def given_by(cls, name):
-    """The arguments that a method of ours takes, those that it passes on to its parents' included."""
+    """The arguments that a method of ours takes, those that it passes on to its parents'
+    included.
+    """
     found = set()
     for each in cls.__mro__:
         for method in (name, PASSES_ON.get(name)):
@@ -119,9 +149,12 @@ def test_every_name_of_a_class(place):
             wrong.append(f"{name} is {'both there and refused' if there else 'missing'}")
         elif there and wanted:
             wrong += [
-                f"{name}({argument})" for argument in wanted
-                if argument not in given_by(cls, name) and f"{name}({argument})" not in differs and name not in differs
-            ]  # fmt: skip
+                f"{name}({argument})"
+                for argument in wanted
+                if argument not in given_by(cls, name)
+                and f"{name}({argument})" not in differs
+                and name not in differs
+            ]
     assert not wrong
     for name in refused.keys() | {word.partition("(")[0] for word in differs}:
         assert name in theirs, f"{name} is no name of TransformerLens'"
@@ -142,10 +175,16 @@ def test_every_name_of_a_module(place):
 CALLED = {"hook": "hook_fn", "part": "submodule"}
 
 
-@pytest.mark.parametrize("ours", [TransformerBridge, bridge.legacy.TransformerBridge], ids=lambda cls: cls.__module__)
+@pytest.mark.parametrize(
+    "ours", [TransformerBridge, bridge.legacy.TransformerBridge], ids=lambda cls: cls.__module__
+)
 def test_no_argument_means_another_thing_by_its_place(ours):
-    """An argument that is given by its place means what it means there, or is refused: it is to be given by name."""
-    theirs = json.loads(NAMES.read_text())["classes"]["transformer_lens.model_bridge:TransformerBridge"]
+    """An argument that is given by its place means what it means there, or is refused: it is to be
+    given by name.
+    """
+    theirs = json.loads(NAMES.read_text())["classes"][
+        "transformer_lens.model_bridge:TransformerBridge"
+    ]
     wrong = {}
     for name, wanted in theirs.items():
         value = inspect.getattr_static(ours, name, None)
@@ -153,7 +192,9 @@ def test_no_argument_means_another_thing_by_its_place(ours):
         if wanted is None or not inspect.isfunction(function):
             continue
         parameters = list(inspect.signature(function).parameters.values())[1:]
-        by_place = [CALLED.get(p.name, p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        by_place = [
+            CALLED.get(p.name, p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         if by_place[: len(wanted)] != wanted[: len(by_place)]:
             wrong[name] = by_place, wanted
     assert not wrong
@@ -196,29 +237,46 @@ def test_the_bridge_says_what_to_write_for_a_name_of_version_4(name, line):
 
 
 def test_a_native_bridge_takes_hooked_transformers_configuration():
-    cfg = {"n_layers": 1, "d_model": 16, "n_ctx": 16, "d_head": 4, "d_vocab": 20, "act_fn": "gelu", "device": "cpu"}
+    cfg = {
+        "n_layers": 1,
+        "d_model": 16,
+        "n_ctx": 16,
+        "d_head": 4,
+        "d_vocab": 20,
+        "act_fn": "gelu",
+        "device": "cpu",
+    }
     theirs = bridge.legacy.HookedTransformer(bridge.legacy.HookedTransformerConfig(**cfg, seed=0))
     model = TransformerBridge.boot_native(bridge.legacy.HookedTransformerConfig(**cfg))
     before = model.W_E.clone()
-    with pytest.raises(ValueError, match=r"bridge\.legacy\.HookedTransformer\(bridge\.original_model\)"):
+    with pytest.raises(
+        ValueError, match=r"bridge\.legacy\.HookedTransformer\(bridge\.original_model\)"
+    ):
         model.load_state_dict(theirs.state_dict())
     assert torch.equal(model.W_E, before)
     bridge.legacy.HookedTransformer(model.original_model).load_state_dict(theirs.state_dict())
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.allclose(model(tokens), theirs(tokens), atol=1e-6)
     model.load_state_dict(model.state_dict())
-    with pytest.raises(TypeError, match="boot_native takes a NativeConfig, its fields, or a HookedTransformerConfig"):
+    with pytest.raises(
+        TypeError,
+        match="boot_native takes a NativeConfig, its fields, or a HookedTransformerConfig",
+    ):
         TransformerBridge.boot_native(model.cfg)
 
 
 def test_a_refused_name_says_what_to_use():
-    model = bridge.legacy.TransformerBridge.boot_native({"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 9,
-                                                         "n_ctx": 5, "attn_only": True})  # fmt: skip
+    model = bridge.legacy.TransformerBridge.boot_native(
+        {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_vocab": 9, "n_ctx": 5, "attn_only": True}
+    )
     _, cache = model.run_with_cache([[1, 2, 3]])
     holders = {
-        "TransformerBridge": model, "HookPoint": model.hook_embed, "GeneralizedComponent": model.blocks[0].attn,
-        "HookedRootModule": bridge.legacy.HookedRootModule(), "ActivationCache": cache,
-    }  # fmt: skip
+        "TransformerBridge": model,
+        "HookPoint": model.hook_embed,
+        "GeneralizedComponent": model.blocks[0].attn,
+        "HookedRootModule": bridge.legacy.HookedRootModule(),
+        "ActivationCache": cache,
+    }
     for name, refused in table.API.items():
         for attribute, instead in refused.items():
             with pytest.raises(AttributeError) as caught:
@@ -227,18 +285,22 @@ def test_a_refused_name_says_what_to_use():
 
 
 def written():
-    """The table in docs/migration_names.md."""
-    theirs = {place.partition(":")[2]: found for place, found in json.loads(NAMES.read_text())["classes"].items()}
-    lines = ["| TransformerLens 4.3.0 | names | here, with the same arguments | |", "|---|---|---|---|"]
+    """The table in docs/migration.md."""
+    theirs = {
+        place.partition(":")[2]: found
+        for place, found in json.loads(NAMES.read_text())["classes"].items()
+    }
+    lines = [
+        "| TransformerLens 4.3.0 | names | here, with the same arguments | |",
+        "|---|---|---|---|",
+    ]
     for name, found in theirs.items():
         refused, differs = table.API.get(name, {}), table.DIFFERS.get(name, {})
         same = len(found) - len(refused) - len({word.partition("(")[0] for word in differs})
-        lines.append(f"| `{name}` | {len(found)} | {same} | {len(refused)} refused, {len(differs)} explained |")
-    lines += ["", "| | here |", "|---|---|"]
-    for title, rows in (("", table.API), (" differs", table.DIFFERS)):
-        for name, entries in rows.items():
-            said = {word: f"{text}" if title else f"refused: {text}" for word, text in entries.items()}
-            lines += [f"| `{name}.{word}` | {text.replace('|', chr(92) + '|')} |" for word, text in said.items()]
+        lines.append(
+            f"| `{name}` | {len(found)} | {same} | {len(refused)} refused, {len(differs)}"
+            " explained |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -249,6 +311,8 @@ def test_the_page_has_the_table():
 
 if __name__ == "__main__":
     if version() == "4.3.0":
-        NAMES.write_text(json.dumps(read_installed(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        NAMES.write_text(
+            json.dumps(read_installed(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{written()}{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Classes of other people that hold a model and forward what they lack (`__getattr__`): they are models, too."""
+"""Classes of other people that hold a model and forward what they lack (`__getattr__`): they are
+models, too.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,15 @@ class WrappingModule(nn.Module):
 
 @pytest.fixture(scope="module")
 def model():
-    cfg = {"n_layers": 2, "d_model": 16, "n_ctx": 16, "d_head": 4, "d_vocab": 20, "act_fn": "gelu", "device": "cpu"}
+    cfg = {
+        "n_layers": 2,
+        "d_model": 16,
+        "n_ctx": 16,
+        "d_head": 4,
+        "d_vocab": 20,
+        "act_fn": "gelu",
+        "device": "cpu",
+    }
     return HookedTransformer(HookedTransformerConfig(**cfg, seed=0))
 
 
@@ -71,7 +81,9 @@ def test_a_cache(wrapped, model):
     again = ActivationCache(dict(cache.cache_dict), wrapped)
     assert torch.equal(again.accumulated_resid(), cache.accumulated_resid())
     assert torch.equal(again.stack_head_results(), cache.stack_head_results())
-    assert torch.equal(again.logit_attrs(again.decompose_resid(), 3), cache.logit_attrs(cache.decompose_resid(), 3))
+    assert torch.equal(
+        again.logit_attrs(again.decompose_resid(), 3), cache.logit_attrs(cache.decompose_resid(), 3)
+    )
 
 
 def test_patching(wrapped, model):
@@ -82,13 +94,17 @@ def test_patching(wrapped, model):
         patching.get_act_patch_attn_head_all_pos_every,
         patching.get_act_patch_block_every,
     ):
-        ours, theirs = (function(each, OTHERS, cache, metric, verbose=False) for each in (model, wrapped))
+        ours, theirs = (
+            function(each, OTHERS, cache, metric, verbose=False) for each in (model, wrapped)
+        )
         assert torch.equal(ours, theirs)
 
 
 def test_studies(wrapped, model):
     for vectors in (SVDInterpreter, BridgesInterpreter):
-        ours, theirs = (vectors(each).get_singular_vectors("OV", 0, 2, 1) for each in (model, wrapped))
+        ours, theirs = (
+            vectors(each).get_singular_vectors("OV", 0, 2, 1) for each in (model, wrapped)
+        )
         assert torch.equal(ours, theirs)
     wrapped.eval()
     ours, theirs = (edge_attribution(each, TOKENS, OTHERS, metric) for each in (model, wrapped))
@@ -98,7 +114,8 @@ def test_studies(wrapped, model):
 def test_heads_are_detected(wrapped):
     bridge = TransformerBridge.boot_embedded()
     ours, theirs = (
-        detect_head(each, "When Mary and John went", "previous_token_head") for each in (bridge, type(wrapped)(bridge))
+        detect_head(each, "When Mary and John went", "previous_token_head")
+        for each in (bridge, type(wrapped)(bridge))
     )
     assert torch.equal(ours, theirs)
 

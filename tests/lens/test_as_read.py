@@ -1,10 +1,14 @@
-"""A reading is decoded under the hooks and with the weights that it was made with, or refused by name."""
+"""A reading is decoded under the hooks and with the weights that it was made with, or refused by
+name.
+"""
 
 import pytest
 import torch
 
 from bridge import TransformerBridge
+from bridge.lens import TunedLens
 from tests.conftest import tiny
+from tests.tiny_models import tiny_model
 
 
 def halve(act, hook):
@@ -37,9 +41,13 @@ def test_hooks_behind_the_blocks_that_are_gone_or_new_are_refused(bridge, tokens
         plain = bridge.lens(tokens)
         with bridge.hooks(fwd_hooks=[(name, halve)]):
             right, reading = bridge(tokens), bridge.lens(tokens)
-            with pytest.raises(ValueError, match=r"the hooks at ln_final\.hook_normalized are not those"):
+            with pytest.raises(
+                ValueError, match=r"the hooks at ln_final\.hook_normalized have changed"
+            ):
                 plain.logits(-1)
-        with pytest.raises(ValueError, match=r"the hooks at ln_final\.hook_normalized are not those"):
+        with pytest.raises(
+            ValueError, match=r"the hooks at ln_final\.hook_normalized have changed"
+        ):
             reading.divergence()
         with bridge.hooks(fwd_hooks=[(name, halve)]):
             torch.testing.assert_close(reading.logits(-1), right)
@@ -56,3 +64,24 @@ def test_changed_weights_are_refused(bridge, tokens, kind):
         with pytest.raises(ValueError, match="the weights behind the blocks were changed"):
             reading.logits(0)
         bridge.lens(tokens, kind=kind).logits(0)
+
+
+def test_a_lens_that_was_trained_since_is_refused(bridge, tokens):
+    tuned = TunedLens(3, 32)
+    with torch.no_grad():
+        reading = bridge.lens(tokens, kind=tuned)
+        reading.logits(0)
+        for parameter in tuned.parameters():
+            parameter.data += 0.1
+        with pytest.raises(ValueError, match="or the lens"):
+            reading.logits(0)
+
+
+def test_another_soft_cap_is_refused(tokens):
+    bridge = TransformerBridge(tiny_model("gemma2"))
+    with torch.no_grad():
+        reading = bridge.lens(tokens)
+        torch.testing.assert_close(reading.logits(-1), bridge(tokens))
+        bridge.original_model.config.final_logit_softcapping = 0.5
+        with pytest.raises(ValueError, match="a number of the configuration"):
+            reading.logits(-1)

@@ -1,4 +1,6 @@
-"""Lenses against plain Hugging Face modules, and tuned ones against what the package `tuned-lens` computes."""
+"""Lenses against plain Hugging Face modules, and tuned ones against what the package `tuned-lens`
+computes.
+"""
 
 import json
 
@@ -34,7 +36,11 @@ def hidden(bridge, tokens, **options):
 
 
 def final_norm(bridge):
-    path = {"gpt2": "transformer.ln_f", "llama": "model.norm", "gpt_neox": "gpt_neox.final_layer_norm"}
+    path = {
+        "gpt2": "transformer.ln_f",
+        "llama": "model.norm",
+        "gpt_neox": "gpt_neox.final_layer_norm",
+    }
     return bridge.original_model.get_submodule(path[bridge.original_model.config.model_type])
 
 
@@ -42,7 +48,9 @@ def test_normed_and_raw(bridge, tokens):
     streams, logits = hidden(bridge, tokens)
     unembed = bridge.original_model.get_output_embeddings()
     normed, raw = lens(bridge, tokens), lens(bridge, tokens, kind="raw")
-    torch.testing.assert_close(normed.stack(), unembed(final_norm(bridge)(streams)), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        normed.stack(), unembed(final_norm(bridge)(streams)), atol=1e-5, rtol=1e-4
+    )
     torch.testing.assert_close(raw.stack(), unembed(streams), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(normed.logits(-1), logits)
     assert normed.labels == ["0_pre", "1_pre", "2_pre", "final_post"]
@@ -81,7 +89,9 @@ def test_inputs(embedded):
         alone = lens(embedded, one, pos_slice=-1).stack()[:, 0]
         torch.testing.assert_close(reading.stack()[:, row], alone, atol=1e-4, rtol=1e-4)
     assert reading.mask.tolist() == [[1], [1]]
-    assert lens(embedded, several).mask.sum(-1).tolist() == [embedded.to_tokens(one).shape[1] for one in several]
+    assert lens(embedded, several).mask.sum(-1).tolist() == [
+        embedded.to_tokens(one).shape[1] for one in several
+    ]
 
 
 @pytest.mark.parametrize("positions", [(1, 4), (None, 3), slice(2, None), [0, 3], 2, -1])
@@ -89,14 +99,22 @@ def test_the_mask_of_some_positions(embedded, positions):
     several = ["Later, Tom went home. The capital of France is", "The capital of France is"]
     mask = lens(embedded, several).mask
     reading = lens(embedded, several, pos_slice=positions)
-    at = slice(*positions) if isinstance(positions, tuple) else [positions] if isinstance(positions, int) else positions
+    at = (
+        slice(*positions)
+        if isinstance(positions, tuple)
+        else [positions]
+        if isinstance(positions, int)
+        else positions
+    )
     assert torch.equal(reading.mask, mask[:, at])
     assert reading.logits(0).shape[:2] == reading.mask.shape
 
 
 @torch.enable_grad()
 def test_padding_is_no_part_of_fitting(embedded):
-    """Adam's first step is the gradient's sign: against that of each text by itself, over all their tokens."""
+    """Adam's first step is the gradient's sign: against that of each text by itself, over all their
+    tokens.
+    """
     texts = ["Later, Tom went home. The capital of France is", "The capital of"]
     tuned = TunedLens.fit(embedded, [texts], learning_rate=1e-3, verbose=False)
     n, rows = embedded.cfg.n_layers, [embedded.to_tokens(text) for text in texts]
@@ -107,7 +125,9 @@ def test_padding_is_no_part_of_fitting(embedded):
             logits, cache = embedded.run_with_cache(row)
         right = logits.log_softmax(-1)
         for layer in range(n):
-            found = embedded(by_hand(cache["resid_pre", layer], layer), start_at_layer=n).log_softmax(-1)
+            found = embedded(
+                by_hand(cache["resid_pre", layer], layer), start_at_layer=n
+            ).log_softmax(-1)
             ((right.exp() * (right - found)).sum() / count).backward(
                 inputs=list(by_hand.translators[layer].parameters())
             )
@@ -115,7 +135,9 @@ def test_padding_is_no_part_of_fitting(embedded):
         for one, other in ((ours.weight, plain.weight), (ours.bias, plain.bias)):
             clear = other.grad.abs() > 1e-6
             assert clear.any()
-            torch.testing.assert_close(one[clear], -1e-3 * other.grad[clear].sign(), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                one[clear], -1e-3 * other.grad[clear].sign(), atol=1e-4, rtol=0
+            )
 
 
 def test_top_of_one_position_holds_no_stack(bridge, tokens, monkeypatch):
@@ -143,12 +165,24 @@ def test_long_prompts_are_decoded_in_parts(bridge, tokens, monkeypatch):
 @pytest.mark.unchecked
 def test_a_bound_on_memory():
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48, vocab_size=20_000,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=20_000,
+    )
     bridge = TransformerBridge(LlamaForCausalLM(config).eval())
-    tokens, bound = torch.randint(3, 20_000, (2, 96)), 2**23  # the logits of a layer take 15 MB, in float64 30
+    tokens, bound = (
+        torch.randint(3, 20_000, (2, 96)),
+        2**23,
+    )  # the logits of a layer take 15 MB, in float64 30
     free, bounded = lens(bridge, tokens), lens(bridge, tokens, max_bytes=bound)
-    asked = [lambda x: x.top(5).tokens, lambda x: x.probabilities(7), lambda x: x.ranks(7), lambda x: x.divergence()]
+    asked = [
+        lambda x: x.top(5).tokens,
+        lambda x: x.probabilities(7),
+        lambda x: x.ranks(7),
+        lambda x: x.divergence(),
+    ]
     for ask in asked:
         torch.testing.assert_close(ask(bounded), ask(free))
         assert peak_bytes(lambda ask=ask: ask(bounded)) < 1.1 * bound
@@ -160,18 +194,29 @@ def test_a_bound_on_memory():
 @pytest.mark.unchecked
 def test_streams_are_not_held_twice():
     config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=12, num_attention_heads=4, intermediate_size=64, vocab_size=61,
-    )  # fmt: skip
-    bridge, tokens = TransformerBridge(LlamaForCausalLM(config).eval()), torch.randint(3, 61, (2, 256))
+        hidden_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=61,
+    )
+    bridge, tokens = (
+        TransformerBridge(LlamaForCausalLM(config).eval()),
+        torch.randint(3, 61, (2, 256)),
+    )
     size = lens(bridge, tokens).streams.nbytes
-    assert peak_bytes(lambda: lens(bridge, tokens)) < 2.2 * size + peak_bytes(lambda: bridge(tokens))
+    assert peak_bytes(lambda: lens(bridge, tokens)) < 2.2 * size + peak_bytes(
+        lambda: bridge(tokens)
+    )
 
 
 @pytest.mark.parametrize("case", ["gemma2", "bloom", "opt", "native-no_norm"])
 def test_other_families_end_in_the_models_logits(case):
     bridge = bridge_of(case)
     tokens = torch.randint(3, 61, (2, 6))
-    torch.testing.assert_close(lens(bridge, tokens).logits(-1), bridge(tokens), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        lens(bridge, tokens).logits(-1), bridge(tokens), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_refusals(bridge, tokens, embedded):
@@ -187,9 +232,11 @@ def test_refusals(bridge, tokens, embedded):
         lens(bridge, tokens, layers=[0, 3]).logits(1)
     with pytest.raises(ValueError, match=r"4 layers of width 128; .* has 3 of width 32"):
         lens(bridge, tokens, kind=TunedLens(4, 128))
-    with pytest.raises(ValueError, match="for texts it is worked out"):
+    with pytest.raises(ValueError, match="for texts it is computed"):
         lens(embedded, "Mary and", attention_mask=torch.ones(1, 3, dtype=torch.long))
-    headless = TransformerBridge(GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=61)).eval())
+    headless = TransformerBridge(
+        GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=61)).eval()
+    )
     with pytest.raises(ValueError, match="has no unembedding"):
         lens(headless, tokens)
     assert torch_hooks(bridge.original_model) == 0
@@ -203,9 +250,14 @@ def published(folder, bridge, hash_=None, **changes):
     for layer in range(n):
         state[f"{layer}.weight"], state[f"{layer}.bias"] = torch.randn(d, d) * 0.1, torch.randn(d)
     config = {
-        "base_model_name_or_path": "some/model", "d_model": d, "num_hidden_layers": n, "bias": True,
-        "base_model_revision": None, "unembed_hash": hash_, "lens_type": "linear_tuned_lens",
-    }  # fmt: skip
+        "base_model_name_or_path": "some/model",
+        "d_model": d,
+        "num_hidden_layers": n,
+        "bias": True,
+        "base_model_revision": None,
+        "unembed_hash": hash_,
+        "lens_type": "linear_tuned_lens",
+    }
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / "params.pt")
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -219,7 +271,9 @@ def test_published_weights(bridge, tokens, tmp_path):
     unembed, norm = bridge.original_model.get_output_embeddings(), final_norm(bridge)
     found = lens(bridge, tokens, kind=tuned).stack()
     for layer in range(3):
-        moved = streams[layer] + streams[layer] @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
+        moved = (
+            streams[layer] + streams[layer] @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
+        )
         torch.testing.assert_close(found[layer], unembed(norm(moved)), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[3], logits)
     tuned.save(tmp_path / "again")
@@ -234,7 +288,10 @@ def test_a_lens_for_another_model_is_refused(bridge, tmp_path):
     published(tmp_path / "lens", bridge, hash_="0" * 64)
     with pytest.raises(ValueError, match="trained with another unembedding"):
         TunedLens.load(tmp_path / "lens", bridge)
-    assert TunedLens.load(tmp_path / "lens", bridge, check_unembedding=False).config["unembed_hash"] == "0" * 64
+    assert (
+        TunedLens.load(tmp_path / "lens", bridge, check_unembedding=False).config["unembed_hash"]
+        == "0" * 64
+    )
     published(tmp_path / "lens", bridge, hash_=unembedding_hash(bridge))
     TunedLens.load(tmp_path / "lens", bridge)
     published(tmp_path / "lens", bridge, lens_type="spline")
@@ -243,14 +300,20 @@ def test_a_lens_for_another_model_is_refused(bridge, tmp_path):
 
 
 def test_fitting_brings_the_layers_near_the_end(embedded, capsys):
-    texts = ["The capital of France is Paris.", "When Mary and John went to the store, John gave a drink to Mary."]
+    texts = [
+        "The capital of France is Paris.",
+        "When Mary and John went to the store, John gave a drink to Mary.",
+    ]
     before = {name: value.clone() for name, value in embedded.state_dict().items()}
     tuned = TunedLens.fit(embedded, texts, epochs=15)
     assert "30/30" in capsys.readouterr().err
     assert all(torch.equal(value, before[name]) for name, value in embedded.state_dict().items())
     assert all(parameter.grad is None for parameter in embedded.parameters())
     for text in texts:
-        plain, better = lens(embedded, text).divergence(), lens(embedded, text, kind=tuned).divergence()
+        plain, better = (
+            lens(embedded, text).divergence(),
+            lens(embedded, text, kind=tuned).divergence(),
+        )
         assert (better[:-1].mean((1, 2)) < 0.8 * plain[:-1].mean((1, 2))).all()
         assert better[-1].abs().max() < 1e-6
     assert tuned.config["unembed_hash"] == unembedding_hash(embedded)

@@ -1,4 +1,6 @@
-"""The complete example of transformers' page on monkey patching: experts one after the other, fused projections."""
+"""The complete example of transformers' page on monkey patching: experts one after the other, fused
+projections.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class Expert(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         d = config.hidden_size
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size  # OLMoE's has one width
+        width = (
+            getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        )  # OLMoE's has one width
         self.gate_proj = nn.Linear(d, width, bias=False)
         self.up_proj = nn.Linear(d, width, bias=False)
         self.down_proj = nn.Linear(width, d, bias=False)
@@ -34,7 +38,9 @@ class SequentialExperts(nn.ModuleList):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         final = torch.zeros_like(hidden_states)
-        chosen = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+        chosen = torch.nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(
+            2, 1, 0
+        )
         for index in range(self.num_experts):
             rank, token = torch.where(chosen[index])
             made = self[index](hidden_states[token]) * top_k_weights[token, rank, None]
@@ -50,11 +56,16 @@ class FusedAttention(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        self.sizes = [self.head_dim * n for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        self.sizes = [
+            self.head_dim * n
+            for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        ]
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=self.bias)
         self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=False)
 

@@ -1,4 +1,6 @@
-"""What is read from files is data, and a damaged file is an error that names it, never another number."""
+"""What is read from files is data, and a damaged file is an error that names it, never another
+number.
+"""
 
 import dataclasses
 import random
@@ -64,7 +66,9 @@ class Circuital:
         self.graph = Graph.of(bridge)
 
     def write(self, path):
-        chosen = self.graph.exists & (torch.rand(self.graph.exists.shape, generator=torch.manual_seed(0)) < 0.3)
+        chosen = self.graph.exists & (
+            torch.rand(self.graph.exists.shape, generator=torch.manual_seed(0)) < 0.3
+        )
         Circuit(self.graph, chosen, torch.randn(chosen.shape, dtype=torch.float64)).save(path)
         return [path]
 
@@ -80,7 +84,10 @@ class Graphed:
     def __init__(self, bridge):
         self.bridge, self.tokens = bridge, torch.tensor([[3, 4, 5]])
         directions = torch.eye(32)[:, :3]
-        basis = {"encode": lambda x: (x @ directions).relu(), "decode": lambda features: features @ directions.T}
+        basis = {
+            "encode": lambda x: (x @ directions).relu(),
+            "decode": lambda features: features @ directions.T,
+        }
         bridge.add_basis("blocks.0.hook_resid_post", "few", **basis)
 
     def write(self, path):
@@ -165,7 +172,10 @@ def test_damaged_files_never_give_another_number(tmp_path, kind, times):
 
 
 def test_a_seal(tmp_path):
-    assert unsealed(sealed({"a": [1.5, None], "b": {"c": "d"}})) == {"a": [1.5, None], "b": {"c": "d"}}
+    assert unsealed(sealed({"a": [1.5, None], "b": {"c": "d"}})) == {
+        "a": [1.5, None],
+        "b": {"c": "d"},
+    }
     assert unsealed('{"a": 1}') == {"a": 1}  # from before there were checksums
     for text in ('{"a": 1', "[1]", "[" * 100_000, b"\xff", sealed({"a": 1}).replace("1", "2", 1)):
         with pytest.raises(ValueError, match=r"Expecting|object|deeply|decode|checksum"):

@@ -1,4 +1,6 @@
-"""A transformer written out by hand, in HookedTransformer's terms: the other side of the comparisons in this folder."""
+"""A transformer written out by hand, in HookedTransformer's terms: the other side of the
+comparisons in this folder.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ class ByHand:
         halved: the name of an activation that is halved wherever it is computed.
 
     Attributes:
-        seen: every activation by name, with the inputs of single heads, of the MLP, and the single heads' results.
+        seen: every activation by name, with the inputs of single heads, of the MLP, and the single
+            heads' results.
     """
 
-    def __init__(self, cfg: NativeConfig, weights: dict[str, Tensor], halved: str | None = None) -> None:
+    def __init__(
+        self, cfg: NativeConfig, weights: dict[str, Tensor], halved: str | None = None
+    ) -> None:
         self.cfg, self.weights, self.halved = cfg, weights, halved
         self.seen: dict[str, Tensor] = {}
 
@@ -55,7 +60,9 @@ class ByHand:
         hook = self.hook if hooked else lambda _, x: x
         if kind.startswith("LN"):
             x = x - x.mean(-1, keepdim=True)
-        x = x / hook(f"{name}.hook_scale", (x.square().mean(-1, keepdim=True) + self.cfg.eps).sqrt())
+        x = x / hook(
+            f"{name}.hook_scale", (x.square().mean(-1, keepdim=True) + self.cfg.eps).sqrt()
+        )
         weight, bias = self.weights.get(f"{name}.weight"), self.weights.get(f"{name}.bias")
         if kind == "LN":
             assert weight is not None
@@ -65,14 +72,19 @@ class ByHand:
         return x if weight is None else x * weight
 
     def rotate(self, x: Tensor) -> Tensor:
-        """``[batch, pos, head, d_head]``: elements i and i + half are the two parts of a complex number."""
+        """``[batch, pos, head, d_head]``: elements i and i + half are the two parts of a complex
+        number.
+        """
         dim, base = self.cfg.rotary_dim, self.cfg.rotary_base
         assert dim is not None
         assert base is not None
         half = dim // 2
         frequency = torch.tensor([base ** (-2 * i / dim) for i in range(half)], dtype=x.dtype)
         angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequency
-        turned = torch.complex(x[..., :half], x[..., half:dim]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        turned = (
+            torch.complex(x[..., :half], x[..., half:dim])
+            * torch.polar(torch.ones_like(angle), angle)[:, None]
+        )
         return torch.cat([turned.real, turned.imag, x[..., dim:]], dim=-1)
 
     def attention(self, x: Tensor, block: str, layer: int, shift: Tensor | float) -> Tensor:
@@ -84,15 +96,20 @@ class ByHand:
         for letter, heads in (("q", cfg.n_heads), ("k", kv_heads), ("v", kv_heads)):
             name = f"{block}.hook_{letter}_input"
             per_head = self.hook(name, x.unsqueeze(2).repeat(1, 1, heads, 1))
-            # Only an edit of the heads' own inputs makes them read something else than the norm's output.
+            # Only an edit of the heads' own inputs makes them read something else than the norm's
+            # output.
             read = self.norm(per_head, f"{block}.ln1", kind, hooked=False)
             if name != self.halved:
                 read = normed.unsqueeze(2).repeat(1, 1, heads, 1)
             if letter != "v":
                 read = read + shift
-            weight = self.weights[f"{block}.attn.{letter}.weight"].reshape(heads, cfg.d_head, cfg.d_model)
+            weight = self.weights[f"{block}.attn.{letter}.weight"].reshape(
+                heads, cfg.d_head, cfg.d_model
+            )
             bias = self.weights[f"{block}.attn.{letter}.bias"].reshape(heads, cfg.d_head)
-            made[letter] = self.hook(f"{block}.attn.hook_{letter}", torch.einsum("bphm,hdm->bphd", read, weight) + bias)
+            made[letter] = self.hook(
+                f"{block}.attn.hook_{letter}", torch.einsum("bphm,hdm->bphd", read, weight) + bias
+            )
         q, k, v = made["q"], made["k"], made["v"]
         if cfg.positional_embedding_type == "rotary":
             q = self.hook(f"{block}.attn.hook_rot_q", self.rotate(q))
@@ -110,21 +127,29 @@ class ByHand:
         z = self.hook(f"{block}.attn.hook_z", torch.einsum("bhqk,bkhd->bqhd", pattern, v))
         w_o = self.weights[f"{block}.attn.o.weight"].reshape(cfg.d_model, cfg.n_heads, cfg.d_head)
         result = self.hook(f"{block}.attn.hook_result", torch.einsum("bphd,mhd->bphm", z, w_o))
-        return self.hook(f"{block}.hook_attn_out", result.sum(2) + self.weights[f"{block}.attn.o.bias"])
+        return self.hook(
+            f"{block}.hook_attn_out", result.sum(2) + self.weights[f"{block}.attn.o.bias"]
+        )
 
     def mlp(self, x: Tensor, block: str) -> Tensor:
         cfg = self.cfg
         assert cfg.act_fn is not None
-        normed = self.norm(self.hook(f"{block}.hook_mlp_in", x), f"{block}.ln2", cfg.normalization_type)
+        normed = self.norm(
+            self.hook(f"{block}.hook_mlp_in", x), f"{block}.ln2", cfg.normalization_type
+        )
         act = ACTIVATIONS[cfg.act_fn]
         if cfg.gated_mlp:
             pre = self.hook(f"{block}.mlp.hook_pre", self.linear(normed, f"{block}.mlp.gate"))
-            post = act(pre) * self.hook(f"{block}.mlp.hook_pre_linear", self.linear(normed, f"{block}.mlp.up"))
+            post = act(pre) * self.hook(
+                f"{block}.mlp.hook_pre_linear", self.linear(normed, f"{block}.mlp.up")
+            )
         else:
             post = act(self.hook(f"{block}.mlp.hook_pre", self.linear(normed, f"{block}.mlp.up")))
         if cfg.act_fn == "solu_ln":
             post = self.hook(f"{block}.mlp.hook_mid", post)
-            post = self.norm(post, f"{block}.mlp.ln", "LN" if cfg.normalization_type == "LN" else "LNPre")
+            post = self.norm(
+                post, f"{block}.mlp.ln", "LN" if cfg.normalization_type == "LN" else "LNPre"
+            )
         post = self.hook(f"{block}.mlp.hook_post", post)
         return self.hook(f"{block}.hook_mlp_out", self.linear(post, f"{block}.mlp.down"))
 
@@ -133,7 +158,9 @@ class ByHand:
         x = self.hook("hook_embed", self.weights["embed.weight"][tokens])
         shift: Tensor | float = 0.0
         if cfg.positional_embedding_type in ("standard", "shortformer"):
-            positions = self.weights["pos_embed.weight"][: tokens.shape[1]].expand(len(tokens), -1, -1)
+            positions = self.weights["pos_embed.weight"][: tokens.shape[1]].expand(
+                len(tokens), -1, -1
+            )
             positions = self.hook("hook_pos_embed", positions)
             if cfg.positional_embedding_type == "standard":
                 x = x + positions

@@ -1,4 +1,6 @@
-"""Native models: their values against a transformer written by hand, and Hugging Face's own methods on them."""
+"""Native models: their values against a transformer written by hand, and Hugging Face's own methods
+on them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from bridge.native.native import ACT_FNS, INIT_MODES
 from tests.native.by_hand import ByHand
 from tests.tiny_models import checkpoint
 
-SIZES: dict[str, Any] = {"n_layers": 2, "d_model": 12, "n_heads": 4, "d_head": 4, "d_vocab": 11, "n_ctx": 7}
+SIZES: dict[str, Any] = {
+    "n_layers": 2,
+    "d_model": 12,
+    "n_heads": 4,
+    "d_head": 4,
+    "d_vocab": 11,
+    "n_ctx": 7,
+}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 HEAVY = dict.fromkeys(("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in"), True)
 BY_SAVING = ("architectures", "transformers_version", "dtype")
@@ -28,7 +37,12 @@ NORMS = (None, "LN", "LNPre", "RMS", "RMSPre")
 POSITIONS = ("standard", "rotary", "shortformer", "none")
 
 ATTN_ONLY = [
-    {"attn_only": True, "normalization_type": norm, "positional_embedding_type": positions, "n_key_value_heads": kv}
+    {
+        "attn_only": True,
+        "normalization_type": norm,
+        "positional_embedding_type": positions,
+        "n_key_value_heads": kv,
+    }
     for norm, positions, kv in itertools.product(NORMS, POSITIONS, (None, 2))
 ]
 # Half of all combinations: grouped queries do not ask what the MLP is like.
@@ -41,7 +55,9 @@ WITH_MLP = [
         "gated_mlp": gated,
         "parallel_attn_mlp": parallel,
     }
-    for norm, positions, gated, parallel in itertools.product(NORMS, POSITIONS, (False, True), (False, True))
+    for norm, positions, gated, parallel in itertools.product(
+        NORMS, POSITIONS, (False, True), (False, True)
+    )
 ]
 OTHERS: list[dict[str, Any]] = [
     *({"act_fn": name, "normalization_type": norm} for name in ACT_FNS for norm in ("LN", "RMS")),
@@ -57,19 +73,29 @@ OTHERS: list[dict[str, Any]] = [
 
 
 def label(fields: dict[str, Any]) -> str:
-    return "-".join(name if value is True else str(value) for name, value in fields.items() if value is not False)
+    return "-".join(
+        name if value is True else str(value)
+        for name, value in fields.items()
+        if value is not False
+    )
 
 
 def boot(**fields: Any) -> TransformerBridge:
     """A bridge in float64 whose every weight is random: biases and norms too."""
-    bridge = TransformerBridge.boot_native({**SIZES, "seed": 0, "dtype": torch.float64, **HEAVY, **fields})
+    bridge = TransformerBridge.boot_native(
+        {**SIZES, "seed": 0, "dtype": torch.float64, **HEAVY, **fields}
+    )
     generator = torch.Generator().manual_seed(1)
     for parameter in bridge.original_model.parameters():
-        parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += 0.5 * torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float64
+        )
     return bridge
 
 
-def by_hand(bridge: TransformerBridge, halved: str | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def by_hand(
+    bridge: TransformerBridge, halved: str | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     run = ByHand(bridge.original_model.config, bridge.state_dict(), halved)
     return run.logits(TOKENS), run.seen
 
@@ -96,7 +122,12 @@ EDITED = [
     *ATTN_ONLY[::3],
     *WITH_MLP[::7],
     {"act_fn": "gelu", "normalization_type": None, "positional_embedding_type": "standard"},
-    {"act_fn": "gelu", "normalization_type": None, "positional_embedding_type": "shortformer", "n_key_value_heads": 2},
+    {
+        "act_fn": "gelu",
+        "normalization_type": None,
+        "positional_embedding_type": "shortformer",
+        "n_key_value_heads": 2,
+    },
     {"act_fn": "solu_ln", "normalization_type": "LNPre"},
     {"act_fn": "relu", "final_rms": True, "attention_dir": "bidirectional"},
 ]
@@ -132,7 +163,9 @@ def test_resid_mid_is_the_skip_connection_and_the_input_of_the_mlp(norm: str | N
     assert_close(seen[0], expected, "resid_post")
     # Its gradient is that of the whole stream, as the one of a tensor put in its place.
     put = mid.detach().clone().requires_grad_()
-    (model.unembed(model.ln_final(put + model.blocks[0].mlp(model.blocks[0].ln2(put))))).pow(2).sum().backward()
+    (model.unembed(model.ln_final(put + model.blocks[0].mlp(model.blocks[0].ln2(put))))).pow(
+        2
+    ).sum().backward()
     found = []
     with bridge.hooks(
         fwd_hooks=[("blocks.0.hook_resid_mid", lambda x, hook: x * 0.5)],
@@ -151,17 +184,47 @@ def test_the_adapter_keeps_its_promises(fields: dict[str, Any]) -> None:
 
 
 def test_the_bridge_knows_the_facts() -> None:
-    fields = {**SIZES, "act_fn": "silu", "gated_mlp": True, "normalization_type": "RMSPre", "eps": 1e-3, "seed": 3}
-    more = {"n_key_value_heads": 2, "positional_embedding_type": "rotary", "d_vocab_out": 5, "use_attn_result": True}
+    fields = {
+        **SIZES,
+        "act_fn": "silu",
+        "gated_mlp": True,
+        "normalization_type": "RMSPre",
+        "eps": 1e-3,
+        "seed": 3,
+    }
+    more = {
+        "n_key_value_heads": 2,
+        "positional_embedding_type": "rotary",
+        "d_vocab_out": 5,
+        "use_attn_result": True,
+    }
     cfg = TransformerBridge.boot_native({**fields, **more}).cfg
-    expected = fields | more | {
-        "d_mlp": 48, "model_name": "native", "rotary_dim": 4, "rotary_base": 10000.0, "attn_scale": 2.0,
-        "original_architecture": "NativeModel", "attn_only": False, "final_rms": False, "default_prepend_bos": True,
-        "dtype": torch.float32,
-    }  # fmt: skip
+    expected = (
+        fields
+        | more
+        | {
+            "d_mlp": 48,
+            "model_name": "native",
+            "rotary_dim": 4,
+            "rotary_base": 10000.0,
+            "attn_scale": 2.0,
+            "original_architecture": "NativeModel",
+            "attn_only": False,
+            "final_rms": False,
+            "default_prepend_bos": True,
+            "dtype": torch.float32,
+        }
+    )
     assert {name: getattr(cfg, name) for name in expected} == expected
-    without = TransformerBridge.boot_native({**SIZES, "attn_only": True, "normalization_type": None}).cfg
-    assert (without.normalization_type, without.eps, without.d_mlp, without.act_fn) == (None, None, None, None)
+    without = TransformerBridge.boot_native(
+        {**SIZES, "attn_only": True, "normalization_type": None}
+    ).cfg
+    assert (without.normalization_type, without.eps, without.d_mlp, without.act_fn) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert (without.attn_only, without.final_rms) == (True, False)
 
 
@@ -195,7 +258,10 @@ def test_weights_are_drawn_as_the_mode_says(mode: str) -> None:
             assert not parameter.any(), name
         elif ".ln" in name or name.startswith("ln"):
             assert (parameter == 1).all(), name
-    for weight, fan_in, fan_out in ((model.blocks[1].mlp.up.weight, 200, 800), (model.embed.weight, 400, 200)):
+    for weight, fan_in, fan_out in (
+        (model.blocks[1].mlp.up.weight, 200, 800),
+        (model.embed.weight, 400, 200),
+    ):
         std = {
             "gpt2": 0.8 / math.sqrt(200),
             "xavier": math.sqrt(2 / (fan_in + fan_out)),
@@ -214,7 +280,9 @@ def test_init_weights_false_leaves_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"positional_embedding_type": positions, "n_key_value_heads": 2} for positions in POSITIONS], ids=label
+    "fields",
+    [{"positional_embedding_type": positions, "n_key_value_heads": 2} for positions in POSITIONS],
+    ids=label,
 )
 @torch.no_grad()
 def test_greedy_generation_is_argmax_step_by_step(fields: dict[str, Any]) -> None:
@@ -225,7 +293,11 @@ def test_greedy_generation_is_argmax_step_by_step(fields: dict[str, Any]) -> Non
         expected = torch.cat([expected, bridge(expected)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), expected)
     lengths = []
-    with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", lambda x, hook: lengths.append(tuple(x.shape[-2:])))]):
+    with bridge.hooks(
+        fwd_hooks=[
+            ("blocks.1.attn.hook_pattern", lambda x, hook: lengths.append(tuple(x.shape[-2:])))
+        ]
+    ):
         assert torch.equal(model.generate(TOKENS, max_new_tokens=5, do_sample=False), expected)
     assert lengths == [(6, 6), (1, 7), (1, 8), (1, 9), (1, 10)]
 
@@ -240,7 +312,9 @@ def test_padding_on_the_left_changes_nothing() -> None:
         assert_close(bridge(padded, attention_mask=mask)[:, 2:], bridge(TOKENS), positions)
         for side in ("eager", "sdpa"):
             bridge.original_model.set_attn_implementation(side)
-            _, cache = bridge.run_with_cache(padded, attention_mask=mask, names_filter="blocks.1.attn.hook_pattern")
+            _, cache = bridge.run_with_cache(
+                padded, attention_mask=mask, names_filter="blocks.1.attn.hook_pattern"
+            )
             assert not cache["pattern", 1][:, :, 2:, :2].any()
 
 
@@ -250,11 +324,18 @@ def test_a_saved_model_loads_as_it_was(fields: dict[str, Any], tmp_path: Path) -
     bridge = boot(**fields, device="cpu")
     model = bridge.original_model
     model.save_pretrained(tmp_path)
-    for loaded in (NativeModel.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+    for loaded in (
+        NativeModel.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
         assert isinstance(loaded, NativeModel)
         assert loaded.dtype == torch.float64
         assert torch.equal(loaded(TOKENS).logits, bridge(TOKENS))
-        same = {name: getattr(model.config, name) for name in model.config.to_diff_dict() if name not in BY_SAVING}
+        same = {
+            name: getattr(model.config, name)
+            for name in model.config.to_diff_dict()
+            if name not in BY_SAVING
+        }
         assert {name: getattr(loaded.config, name) for name in same} == same
     eager = NativeModel.from_pretrained(tmp_path, attn_implementation="eager")
     assert_close(eager(TOKENS).logits, bridge(TOKENS), "eager")
@@ -262,7 +343,14 @@ def test_a_saved_model_loads_as_it_was(fields: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_training_an_attention_only_model_lowers_the_loss(n_layers: int) -> None:
-    fields = {**SIZES, "n_layers": n_layers, "d_model": 32, "attn_only": True, "normalization_type": None, "seed": 0}
+    fields = {
+        **SIZES,
+        "n_layers": n_layers,
+        "d_model": 32,
+        "attn_only": True,
+        "normalization_type": None,
+        "seed": 0,
+    }
     bridge = TransformerBridge.boot_native({**fields, "positional_embedding_type": "shortformer"})
     optimizer = torch.optim.AdamW(bridge.parameters(), lr=1e-2)
     losses = []
@@ -309,25 +397,43 @@ def test_a_tokenizer_is_loaded_by_name(tmp_path: Path) -> None:
     inner = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path)
-    bridge = TransformerBridge.boot_native(NativeConfig(**SIZES, attn_only=True, tokenizer_name=str(tmp_path)))
+    bridge = TransformerBridge.boot_native(
+        NativeConfig(**SIZES, attn_only=True, tokenizer_name=str(tmp_path))
+    )
     assert bridge.to_tokens("a b a").tolist() == [[1, 2, 1]]
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"n_layer": 2}, TypeError, "'n_layer' is no field of NativeConfig. Did you mean n_layers"),
+        ({"n_layer": 2}, TypeError, "NativeConfig has no field 'n_layer'. Did you mean n_layers"),
         ({"hidden_size": 8}, TypeError, "Here it is called d_model"),
         ({"use_hook_tokens": True}, TypeError, "embed.hook_in always shows the tokens"),
         ({"d_vocab": -1, "n_ctx": -1}, TypeError, "needs n_ctx, d_vocab"),
         ({"n_heads": -1, "d_head": -1}, TypeError, "needs n_heads or d_head"),
-        ({"d_head": -1, "n_heads": 5}, ValueError, "d_model=12 is not divisible by n_heads=5: give d_head as well"),
+        (
+            {"d_head": -1, "n_heads": 5},
+            ValueError,
+            "d_model=12 is not divisible by n_heads=5: give d_head as well",
+        ),
         ({"n_layers": 1.5}, TypeError, "n_layers is 1.5; it must be a whole number"),
         ({"d_head": 0}, ValueError, "d_head is 0; it must be at least 1"),
         ({"act_fn": None}, ValueError, "act_fn is needed for the MLPs: one of relu"),
-        ({"act_fn": "gelu_old"}, ValueError, "'gelu_old'; it must be one of None, 'relu'.*Did you mean gelu"),
-        ({"normalization_type": "ln"}, ValueError, "normalization_type is 'ln'; it must be one of None, 'LN'"),
-        ({"positional_embedding_type": "alibi"}, ValueError, "'standard', 'rotary', 'shortformer', 'none'"),
+        (
+            {"act_fn": "gelu_old"},
+            ValueError,
+            "'gelu_old'; it must be one of None, 'relu'.*Did you mean gelu",
+        ),
+        (
+            {"normalization_type": "ln"},
+            ValueError,
+            "normalization_type is 'ln'; it must be one of None, 'LN'",
+        ),
+        (
+            {"positional_embedding_type": "alibi"},
+            ValueError,
+            "'standard', 'rotary', 'shortformer', 'none'",
+        ),
         ({"attention_dir": "backward"}, ValueError, "'causal', 'bidirectional'"),
         ({"init_mode": "xavier"}, ValueError, "Did you mean xavier_normal"),
         ({"gated_mlp": 1}, TypeError, "gated_mlp is 1; it must be True or False"),
@@ -339,17 +445,47 @@ def test_a_tokenizer_is_loaded_by_name(tmp_path: Path) -> None:
         ({"device": "gpu"}, ValueError, "device is 'gpu', which torch does not know"),
         ({"tie_word_embeddings": True}, ValueError, "tie_word_embeddings is not available"),
         ({"n_key_value_heads": 3}, ValueError, "n_heads=4 is not divisible by n_key_value_heads=3"),
-        ({"attn_only": True, "d_mlp": 8, "gated_mlp": True}, ValueError, "no MLP, but d_mlp, gated_mlp says"),
-        ({"act_fn": "solu_ln", "gated_mlp": True}, ValueError, "exclude each other; act_fn='solu' can be gated"),
-        ({"final_rms": True, "normalization_type": None}, ValueError, "final_rms=True asks for a last norm"),
-        ({"use_attn_scale": False, "attn_scale": 2.0}, ValueError, "use_attn_scale=False and attn_scale=2.0"),
-        ({"rotary_dim": 2}, ValueError, "rotary_dim=2 is for positional_embedding_type='rotary', not 'standard'"),
-        ({"positional_embedding_type": "rotary", "rotary_dim": 3}, ValueError, "must be even and at most d_head=4"),
-        ({"positional_embedding_type": "rotary", "rotary_dim": 6}, ValueError, "must be even and at most d_head=4"),
+        (
+            {"attn_only": True, "d_mlp": 8, "gated_mlp": True},
+            ValueError,
+            "no MLP, but d_mlp, gated_mlp says",
+        ),
+        (
+            {"act_fn": "solu_ln", "gated_mlp": True},
+            ValueError,
+            "exclude each other; act_fn='solu' can be gated",
+        ),
+        (
+            {"final_rms": True, "normalization_type": None},
+            ValueError,
+            "final_rms=True asks for a last norm",
+        ),
+        (
+            {"use_attn_scale": False, "attn_scale": 2.0},
+            ValueError,
+            "use_attn_scale=False and attn_scale=2.0",
+        ),
+        (
+            {"rotary_dim": 2},
+            ValueError,
+            "rotary_dim=2 is for positional_embedding_type='rotary', not 'standard'",
+        ),
+        (
+            {"positional_embedding_type": "rotary", "rotary_dim": 3},
+            ValueError,
+            "must be even and at most d_head=4",
+        ),
+        (
+            {"positional_embedding_type": "rotary", "rotary_dim": 6},
+            ValueError,
+            "must be even and at most d_head=4",
+        ),
     ],
     ids=lambda value: label(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_is_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         NativeConfig(**{**SIZES, "act_fn": "relu", **fields})
 

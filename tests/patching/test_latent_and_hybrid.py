@@ -1,4 +1,6 @@
-"""Sweeps over models with other caches than one pair of keys and values a layer: the numbers of whole runs."""
+"""Sweeps over models with other caches than one pair of keys and values a layer: the numbers of
+whole runs.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from tests.tiny_models import tiny_model
 def by_plain_hooks(bridge, corrupted, cache, metric, name, setter, places):
     numbers = []
     for place in places:
-        hook = (act_name(name, place[0]), lambda act, hook, place=place: setter(act, place, cache[hook.name]))
+        hook = (
+            act_name(name, place[0]),
+            lambda act, hook, place=place: setter(act, place, cache[hook.name]),
+        )
         numbers.append(float(metric(bridge.run_with_hooks(corrupted, fwd_hooks=[hook]))))
     return torch.tensor(numbers)
 
@@ -39,13 +44,19 @@ def test_keys_and_values_made_from_a_latent(kind, letter):
         _, cache = bridge.run_with_cache(clean)
         sweep = getattr(patching, f"get_act_patch_attn_head_{letter}_all_pos")
         found = sweep(bridge, corrupted, cache, metric, verbose=False)
-        places = [[layer, head] for layer in range(bridge.cfg.n_layers) for head in range(found.shape[1])]
-        right = by_plain_hooks(bridge, corrupted, cache, metric, letter, layer_head_vector_patch_setter, places)
+        places = [
+            [layer, head] for layer in range(bridge.cfg.n_layers) for head in range(found.shape[1])
+        ]
+        right = by_plain_hooks(
+            bridge, corrupted, cache, metric, letter, layer_head_vector_patch_setter, places
+        )
     torch.testing.assert_close(found.flatten(), right, atol=1e-5, rtol=1e-4)
     assert (right != metric(bridge(corrupted)).item()).any()
 
 
-@pytest.mark.parametrize("kind", ["longcat_flash", "recurrent_gemma", "whisper", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize(
+    "kind", ["longcat_flash", "recurrent_gemma", "whisper", "deepseek_v3", "jamba"]
+)
 def test_the_stream_of_models_with_other_caches(kind):
     bridge = TransformerBridge(tiny_model(kind))
     clean, corrupted = prompts()
@@ -53,5 +64,7 @@ def test_the_stream_of_models_with_other_caches(kind):
         _, cache = bridge.run_with_cache(clean)
         found = patching.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
         places = [[layer, pos] for layer in range(bridge.cfg.n_layers) for pos in range(9)]
-        right = by_plain_hooks(bridge, corrupted, cache, metric, "resid_pre", layer_pos_patch_setter, places)
+        right = by_plain_hooks(
+            bridge, corrupted, cache, metric, "resid_pre", layer_pos_patch_setter, places
+        )
     torch.testing.assert_close(found.flatten(), right, atol=1e-5, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""What sweeps are made of: logits where they are looked at, the cut into runs, ablations, what a model refuses."""
+"""What sweeps are made of: logits where they are looked at, the cut into runs, ablations, what a
+model refuses.
+"""
 
 import pytest
 import torch
@@ -48,7 +50,12 @@ LOOKS = {
     "one row": (lambda x: x[0][-1], 5),
     "a mask": (lambda x: x[:, torch.tensor([True, False, False, True, False])], 5),
     "softmax": (lambda x: x.log_softmax(-1)[:, -1], 5),
-    "a function": (lambda x: torch.nn.functional.cross_entropy(x.flatten(0, 1), torch.arange(7).repeat(2)[:10]), 5),
+    "a function": (
+        lambda x: torch.nn.functional.cross_entropy(
+            x.flatten(0, 1), torch.arange(7).repeat(2)[:10]
+        ),
+        5,
+    ),
     "a new axis": (lambda x: x[None, :, -1], 5),
     "written to": (lambda x: x.masked_fill_(x > 0, 0)[:, -1] + x[:, -1], 5),
     "numpy": (lambda x: torch.from_numpy(x.numpy())[0, -1], 5),
@@ -76,8 +83,14 @@ def test_lazy_logits_say_what_they_are_without_being_computed():
         raise AssertionError("nobody looked")
 
     logits = lazy(at, WHOLE.shape, WHOLE)
-    assert logits.shape == (2, 5, 7) and logits.size(1) == 5 and logits.ndim == 3 and len(logits) == 2
-    assert logits.dtype == torch.float32 and logits.device == WHOLE.device and isinstance(logits, torch.Tensor)
+    assert (
+        logits.shape == (2, 5, 7) and logits.size(1) == 5 and logits.ndim == 3 and len(logits) == 2
+    )
+    assert (
+        logits.dtype == torch.float32
+        and logits.device == WHOLE.device
+        and isinstance(logits, torch.Tensor)
+    )
     with pytest.raises(AssertionError, match="nobody looked"):
         logits.sum()
 
@@ -97,7 +110,9 @@ def test_a_metric_that_reads_past_torchs_functions_gets_all_logits(bridge, token
     _, cache = bridge.run_with_cache(clean)
     arguments = (bridge, corrupted, cache)
     ours = ready.get_act_patch_resid_pre(*arguments, sneaky, verbose=False)
-    right = ready.get_act_patch_resid_pre(*arguments, lambda logits: logits[0, -1, 5], verbose=False)
+    right = ready.get_act_patch_resid_pre(
+        *arguments, lambda logits: logits[0, -1, 5], verbose=False
+    )
     torch.testing.assert_close(ours, right)
 
 
@@ -133,20 +148,24 @@ def test_every_family(case, direction, monkeypatch):
         function = getattr(ready, f"get_act_patch_{kind}")
         ours = function(bridge, other, cache, metric, verbose=False)
         right = plainly(monkeypatch, function, bridge, other, cache, metric)
-        torch.testing.assert_close(ours, right, atol=1e-4, rtol=0, msg=lambda text, kind=kind: f"{kind}: {text}")
+        torch.testing.assert_close(
+            ours, right, atol=1e-4, rtol=0, msg=lambda text, kind=kind: f"{kind}: {text}"
+        )
         assert right.std() > 0
 
 
-@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
-def test_ablations(bridge, tokens, how, monkeypatch):
+@pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
+def test_ablations(bridge, tokens, kind, monkeypatch):
     tokens = tokens[:, :6]
     _, cache = bridge.run_with_cache(tokens)
-    source = ablated(cache, how)
+    source = ablated(cache, kind)
     z = cache["blocks.1.attn.hook_z"]
-    right = {"zero": torch.zeros_like(z), "mean": z.mean(0).expand_as(z), "resample": z.flip(0)}[how]
+    right = {"zero": torch.zeros_like(z), "mean": z.mean(0).expand_as(z), "resample": z.flip(0)}[
+        kind
+    ]
     assert torch.equal(source["blocks.1.attn.hook_z"].expand_as(z), right)
-    for kind in KINDS:
-        function = getattr(ready, f"get_act_patch_{kind}")
+    for patched in KINDS:
+        function = getattr(ready, f"get_act_patch_{patched}")
         ours = function(bridge, tokens, source, metric, verbose=False)
         plain = plainly(monkeypatch, function, bridge, tokens, source, metric)
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=0)
@@ -154,8 +173,8 @@ def test_ablations(bridge, tokens, how, monkeypatch):
 
 
 def test_ablations_refuse():
-    with pytest.raises(ValueError, match="how is 'noise'"):
-        ablated({}, "noise")
+    with pytest.raises(ValueError, match="ablation is 'median'; it must be 'zero', 'mean'"):
+        ablated({}, "median")
     with pytest.raises(ValueError, match="only one"):
         ablated({"x": torch.ones(2, 2), "y": torch.ones(1, 2)}, "resample")["y"]
 
@@ -176,7 +195,12 @@ def test_padded_prompts_start_later_too(bridge, tokens, monkeypatch):
 
 
 def test_a_window_shorter_than_the_prompt(monkeypatch):
-    sizes = {"hidden_size": 32, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 28,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     config = MistralConfig(vocab_size=61, num_key_value_heads=2, sliding_window=3, **sizes)
     bridge = TransformerBridge(MistralForCausalLM(config).eval())
@@ -189,7 +213,10 @@ def test_a_window_shorter_than_the_prompt(monkeypatch):
         function = getattr(ready, f"get_act_patch_{kind}")
         ours = function(bridge, corrupted, cache, metric, verbose=False)
         torch.testing.assert_close(
-            ours, plainly(monkeypatch, function, bridge, corrupted, cache, metric), atol=1e-5, rtol=1e-4
+            ours,
+            plainly(monkeypatch, function, bridge, corrupted, cache, metric),
+            atol=1e-5,
+            rtol=1e-4,
         )
 
 
@@ -206,7 +233,9 @@ def test_setters_of_ones_own_see_all_positions(bridge, tokens, monkeypatch):
     arguments = (bridge, corrupted, cache, metric, setter, "z", ("layer", "head"))
     ours = generic_activation_patch(*arguments, verbose=False)
     assert shapes == {(2, 6, 4, 8)}
-    torch.testing.assert_close(ours, plainly(monkeypatch, generic_activation_patch, *arguments), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        ours, plainly(monkeypatch, generic_activation_patch, *arguments), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_patches_that_change_nothing_are_not_run(bridge, tokens, monkeypatch):
@@ -215,10 +244,18 @@ def test_patches_that_change_nothing_are_not_run(bridge, tokens, monkeypatch):
     _, cache = bridge.run_with_cache(clean)
     jobs = []
     logits = runs.PatchedRuns.logits
-    monkeypatch.setattr(runs.PatchedRuns, "logits", lambda self, some: jobs.extend(some) or logits(self, some))
+    monkeypatch.setattr(
+        runs.PatchedRuns, "logits", lambda self, some: jobs.extend(some) or logits(self, some)
+    )
     found = ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     # Before the first layer only position 4 differs.
-    assert sorted((job.layer, job.start) for job in jobs) == [(0, 4), (1, 4), (1, 5), (2, 4), (2, 5)]
+    assert sorted((job.layer, job.start) for job in jobs) == [
+        (0, 4),
+        (1, 4),
+        (1, 5),
+        (2, 4),
+        (2, 5),
+    ]
     assert torch.equal(found[:, :4], metric(bridge(corrupted)).expand(3, 4))
 
 
@@ -230,7 +267,9 @@ def test_logits_are_computed_for_patches_together_within_a_bound(bridge, tokens,
     arguments = (bridge, corrupted, cache, looks)
     right = plainly(monkeypatch, ready.get_act_patch_attn_head_out_all_pos, *arguments)
     sizes, of_stream = [], CorruptedRun.logits_of
-    monkeypatch.setattr(CorruptedRun, "logits_of", lambda self, x: sizes.append(len(x)) or of_stream(self, x))
+    monkeypatch.setattr(
+        CorruptedRun, "logits_of", lambda self, x: sizes.append(len(x)) or of_stream(self, x)
+    )
     monkeypatch.setattr(runs, "MOST_LOGITS", 2 * 61 * 5)  # five patches of two prompts
     monkeypatch.setattr(runs, "MOST_KEPT", kept)
     found = ready.get_act_patch_attn_head_out_all_pos(*arguments, verbose=False)
@@ -244,22 +283,39 @@ def test_runs_of_all_positions_are_tried_only_where_they_are_made(bridge, tokens
     later, first = ((clean + 7 * (torch.arange(5) == place)) % 61 for place in (2, 0))
     _, cache = bridge.run_with_cache(clean)
     patch = ready.get_act_patch_attn_head_out_all_pos
-    right = [plainly(monkeypatch, patch, bridge, corrupted, cache, metric) for corrupted in (later, first)]
+    right = [
+        plainly(monkeypatch, patch, bridge, corrupted, cache, metric)
+        for corrupted in (later, first)
+    ]
     tried = []
     monkeypatch.setattr(CorruptedRun, "steps", property(lambda self: tried.append(1) or False))
     found = patch(bridge, later, cache, metric, verbose=False)
     torch.testing.assert_close(found, right[0], atol=1e-5, rtol=1e-4)
     assert not tried
-    found = patch(bridge, first, cache, metric, verbose=False)  # what was tried went wrong: whole runs
+    found = patch(
+        bridge, first, cache, metric, verbose=False
+    )  # what was tried went wrong: whole runs
     torch.testing.assert_close(found, right[1], atol=1e-5, rtol=1e-4)
     assert tried
 
 
 def test_the_cut_into_runs_costs_least():
-    config = GPT2Config(n_embd=8, n_layer=12, n_head=2, vocab_size=10, n_positions=16, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_embd=8,
+        n_layer=12,
+        n_head=2,
+        vocab_size=10,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     bridge = TransformerBridge(GPT2LMHeadModel(config))
     hooks = [bridge.hook_dict[f"blocks.{layer}.hook_mlp_out"] for layer in range(12)]
-    jobs = [runs.Patch(0, hook, start, lambda start: torch.clone) for hook in hooks for start in range(15)]
+    jobs = [
+        runs.Patch(0, hook, start, lambda start: torch.clone)
+        for hook in hooks
+        for start in range(15)
+    ]
 
     def cost(cut):
         fixed = runs.RUN_COST * 12 * len(cut)
@@ -274,7 +330,10 @@ def test_the_cut_into_runs_costs_least():
     for bits in range(2**14):
         starts = [0] + [i + 1 for i in range(14) if bits >> i & 1]
         ends = [*starts[1:], 15]
-        works = [(s, e, sum((12 - layer) for layer in range(12)) * (e - s)) for s, e in zip(starts, ends, strict=True)]
+        works = [
+            (s, e, sum((12 - layer) for layer in range(12)) * (e - s))
+            for s, e in zip(starts, ends, strict=True)
+        ]
         every.append(sum(runs.RUN_COST * 12 + work * (15 - s) for s, e, work in works))
     assert cost(found) == min(every)
 
@@ -291,7 +350,9 @@ def test_a_metric_that_asks_for_gradients(tokens):
 
     with torch.enable_grad():
         found = ready.get_act_patch_resid_pre(bridge, corrupted, cache, steep, verbose=False)
-    right = ready.get_act_patch_resid_pre(bridge, corrupted, cache, lambda x: 2 * x[0, -1, 5].abs(), verbose=False)
+    right = ready.get_act_patch_resid_pre(
+        bridge, corrupted, cache, lambda x: 2 * x[0, -1, 5].abs(), verbose=False
+    )
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
 
 
@@ -301,16 +362,31 @@ def test_the_memory_budget_bounds_the_batch(bridge, tokens, monkeypatch):
     rows = []
     run = TransformerBridge.run_with_hooks
     monkeypatch.setattr(
-        TransformerBridge, "run_with_hooks", lambda self, x, **more: rows.append(len(x)) or run(self, x, **more)
+        TransformerBridge,
+        "run_with_hooks",
+        lambda self, x, **more: rows.append(len(x)) or run(self, x, **more),
     )
-    monkeypatch.setattr("bridge.patching.runs.free_memory", lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30)
-    arguments = (bridge, corrupted, cache, metric, layer_head_vector_patch_setter, "z", ("layer", "head"))
+    monkeypatch.setattr(
+        "bridge.patching.runs.free_memory",
+        lambda device: 4 * 4 * (16 * 32 + 6 * 128 + 3 * 4 * 6) * 30,
+    )
+    arguments = (
+        bridge,
+        corrupted,
+        cache,
+        metric,
+        layer_head_vector_patch_setter,
+        "z",
+        ("layer", "head"),
+    )
     generic_activation_patch(*arguments, verbose=False)
     few, most = list(rows), max(rows)
     assert most <= 30 // 6 + 1
     monkeypatch.undo()
     monkeypatch.setattr(
-        TransformerBridge, "run_with_hooks", lambda self, x, **more: rows.append(len(x)) or run(self, x, **more)
+        TransformerBridge,
+        "run_with_hooks",
+        lambda self, x, **more: rows.append(len(x)) or run(self, x, **more),
     )
     rows.clear()
     generic_activation_patch(*arguments, verbose=False)

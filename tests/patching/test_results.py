@@ -1,4 +1,6 @@
-"""Patching with a metric for each prompt, with several metrics, and beside the unpatched run: against plain hooks."""
+"""Patching with a metric for each prompt, with several metrics, and beside the unpatched run:
+against plain hooks.
+"""
 
 import pytest
 import torch
@@ -54,8 +56,14 @@ def by_hand(bridge, cache):
 
 
 def test_a_number_for_each_prompt(bridge, cache, by_hand):
-    found = get_act_patch_resid_pre(bridge, CORRUPTED, cache, difference, reduce="none", baseline=True, verbose=False)
-    assert found.values.shape == (3, 5, 3) and found.axis_names == ["layer", "pos"] and not found.reduced
+    found = get_act_patch_resid_pre(
+        bridge, CORRUPTED, cache, difference, reduce="none", baseline=True, verbose=False
+    )
+    assert (
+        found.values.shape == (3, 5, 3)
+        and found.axis_names == ["layer", "pos"]
+        and not found.reduced
+    )
     torch.testing.assert_close(found.values, by_hand[0], atol=1e-5, rtol=0)
     before, clean = difference(bridge(CORRUPTED)), difference(bridge(CLEAN))
     torch.testing.assert_close(found.baseline, before, atol=1e-5, rtol=0)
@@ -63,24 +71,34 @@ def test_a_number_for_each_prompt(bridge, cache, by_hand):
     torch.testing.assert_close(found.mean(), by_hand[0].mean(-1), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.stderr(), by_hand[0].std(-1) / 3**0.5, atol=1e-5, rtol=0)
     share = found.normalized(clean)
-    torch.testing.assert_close(share[0, 1], torch.ones(3), atol=1e-3, rtol=0)  # where the prompts differ
+    torch.testing.assert_close(
+        share[0, 1], torch.ones(3), atol=1e-3, rtol=0
+    )  # where the prompts differ
     assert share[0, 0].abs().max() < 1e-3
-    mean = get_act_patch_resid_pre(bridge, CORRUPTED, cache, difference, reduce="mean", verbose=False)
+    mean = get_act_patch_resid_pre(
+        bridge, CORRUPTED, cache, difference, reduce="mean", verbose=False
+    )
     torch.testing.assert_close(mean, by_hand[0].mean(-1), atol=1e-5, rtol=0)
 
 
 def test_several_metrics_of_each_run(bridge, cache, by_hand):
     metrics = {"difference": difference, "likeliest": likeliest}
-    found = get_act_patch_resid_pre(bridge, CORRUPTED, cache, metrics, reduce="none", baseline=True, verbose=False)
+    found = get_act_patch_resid_pre(
+        bridge, CORRUPTED, cache, metrics, reduce="none", baseline=True, verbose=False
+    )
     torch.testing.assert_close(found.values, by_hand, atol=1e-5, rtol=0)
     assert found.baseline.shape == (2, 3) and found.effect().shape == by_hand.shape
     one = found["likeliest"]
     torch.testing.assert_close(one.effect(), found.effect()[1])
     assert one["likeliest"] is one and one.metric_names == ["likeliest"]
-    averaged = get_act_patch_resid_pre(bridge, CORRUPTED, cache, metrics, reduce="mean", verbose=False)
+    averaged = get_act_patch_resid_pre(
+        bridge, CORRUPTED, cache, metrics, reduce="mean", verbose=False
+    )
     torch.testing.assert_close(averaged.values, by_hand.mean(-1), atol=1e-5, rtol=0)
     assert averaged.reduced and averaged.baseline is None
-    heads = get_act_patch_attn_head_out_all_pos(bridge, CORRUPTED, cache, metrics, reduce="none", verbose=False)
+    heads = get_act_patch_attn_head_out_all_pos(
+        bridge, CORRUPTED, cache, metrics, reduce="none", verbose=False
+    )
     assert heads.values.shape == (2, 3, 4, 3)
 
 
@@ -99,12 +117,18 @@ def test_what_cannot_be(bridge, cache):
     with pytest.raises(TypeError, match="reduce"):
         sweep(reduce="sum")
     with pytest.raises(TypeError, match="one by one"):
-        get_act_patch_block_every(bridge, CORRUPTED, cache, difference, reduce="none", verbose=False)
+        get_act_patch_block_every(
+            bridge, CORRUPTED, cache, difference, reduce="none", verbose=False
+        )
     found = sweep(reduce="none")
     for ask, said in (
-        (found.effect, "use baseline=True"), (sweep(reduce="mean", baseline=True).stderr, "were not averaged"),
-        (lambda: sweep(reduce="none", baseline=True).normalized(torch.ones(2)), r"\[2\]; the corrupted run's \[3\]"),
-    ):  # fmt: skip
+        (found.effect, "use baseline=True"),
+        (sweep(reduce="mean", baseline=True).stderr, "were not averaged"),
+        (
+            lambda: sweep(reduce="none", baseline=True).normalized(torch.ones(2)),
+            r"\[2\]; the corrupted run's \[3\]",
+        ),
+    ):
         with pytest.raises(ValueError, match=said):
             ask()
     with pytest.raises(KeyError, match="no metric 'other'; there are metric"):
@@ -117,10 +141,22 @@ def test_rows_of_a_data_frame(bridge, cache, by_hand):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame([[0, 1], [1, 4]], columns=["layer", "pos"])
     found = generic_activation_patch(
-        bridge, CORRUPTED, cache, difference, layer_pos_patch_setter, "resid_pre", None, frame, reduce="none",
+        bridge,
+        CORRUPTED,
+        cache,
+        difference,
+        layer_pos_patch_setter,
+        "resid_pre",
+        None,
+        frame,
+        reduce="none",
         verbose=False,
-    )  # fmt: skip
-    torch.testing.assert_close(found.values, torch.stack([by_hand[0, 0, 1], by_hand[0, 1, 4]]), atol=1e-5, rtol=0)
+    )
+    torch.testing.assert_close(
+        found.values, torch.stack([by_hand[0, 0, 1], by_hand[0, 1, 4]]), atol=1e-5, rtol=0
+    )
     assert found.index_df is frame and isinstance(found, PatchingResult)
-    whole = get_act_patch_resid_pre(bridge, CORRUPTED, cache, difference, reduce="none", verbose=False)
+    whole = get_act_patch_resid_pre(
+        bridge, CORRUPTED, cache, difference, reduce="none", verbose=False
+    )
     assert whole.index_df.shape == (15, 2) and list(whole.index_df.columns) == ["layer", "pos"]

@@ -39,7 +39,9 @@ def new_and_in_place(corrupted, index, clean):
 @pytest.mark.parametrize("together", [1, 3, "auto"])
 @torch.no_grad()
 def test_setters_that_return_a_new_tensor_or_nothing(setter, together):
-    """Each patch of a run is its own, however its setter says it, against one plain run with a hook for each."""
+    """Each patch of a run is its own, however its setter says it, against one plain run with a hook
+    for each.
+    """
     bridge = TransformerBridge(tiny("gpt2"))
     clean, corrupted = TOKENS, TOKENS.clone()
     corrupted[:, 2] = (corrupted[:, 2] + 9) % 61
@@ -64,9 +66,18 @@ def test_setters_that_return_a_new_tensor_or_nothing(setter, together):
 def test_setters_may_do_nothing():
     bridge = TransformerBridge(tiny("gpt2"))
     _, cache = bridge.run_with_cache(TOKENS)
-    some = lambda x, index, clean: None if index[1] % 2 else layer_head_vector_patch_setter(x, index, clean * 0)
+    some = lambda x, index, clean: (
+        None if index[1] % 2 else layer_head_vector_patch_setter(x, index, clean * 0)
+    )
     found = generic_activation_patch(
-        bridge, TOKENS, cache, lambda logits: logits[0, -1, 5], some, "z", ("layer", "head"), verbose=False
+        bridge,
+        TOKENS,
+        cache,
+        lambda logits: logits[0, -1, 5],
+        some,
+        "z",
+        ("layer", "head"),
+        verbose=False,
     )
     torch.testing.assert_close(found[:, 1::2], bridge(TOKENS)[0, -1, 5].detach().expand(3, 2))
     assert (found[:, ::2] != found[0, 1]).all()

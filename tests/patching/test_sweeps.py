@@ -1,4 +1,6 @@
-"""Activation patching equals a plain loop of `run_with_hooks`, for every ready-made function, however it is run."""
+"""Activation patching equals a plain loop of `run_with_hooks`, for every ready-made function,
+however it is run.
+"""
 
 import sys
 import types
@@ -38,9 +40,11 @@ READY = {
     "attn_head_pattern_all_pos": ("pattern", ("head",), lambda i: (slice(None), i[0])),
     "attn_head_pattern_by_pos": ("pattern", ("head", "pos"), lambda i: (slice(None), i[0], i[1])),
     "attn_head_pattern_dest_src_pos": (
-        "pattern", ("head", "pos", "pos"), lambda i: (slice(None), i[0], i[1], i[2]),
+        "pattern",
+        ("head", "pos", "pos"),
+        lambda i: (slice(None), i[0], i[1], i[2]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +86,9 @@ def test_ready_made_functions_equal_the_plain_way(bridge, pair, kind):
     clean, corrupted = (tokens[:, : 3 if len(axes) == 3 else 5] for tokens in pair)
     if bridge.cfg.parallel_attn_mlp and name == "resid_mid":
         with pytest.raises(UnknownHookError, match="resid_mid"):
-            ready.get_act_patch_resid_mid(bridge, corrupted, bridge.run_with_cache(clean)[1], metric, verbose=False)
+            ready.get_act_patch_resid_mid(
+                bridge, corrupted, bridge.run_with_cache(clean)[1], metric, verbose=False
+            )
         return
     _, cache = bridge.run_with_cache(clean)
     function = getattr(ready, f"get_act_patch_{kind}")
@@ -99,11 +105,21 @@ def test_runs_that_start_later_give_what_whole_runs_give(bridge, pair, monkeypat
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
     for name in ("resid_pre", "mlp_out", "z"):
-        arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, name, ("layer", "pos"))
+        arguments = (
+            bridge,
+            corrupted,
+            cache,
+            metric,
+            layer_pos_patch_setter,
+            name,
+            ("layer", "pos"),
+        )
         later = generic_activation_patch(*arguments, verbose=False)
         with monkeypatch.context() as patch:
             patch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
-            torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), later, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                generic_activation_patch(*arguments, verbose=False), later, atol=1e-5, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("max_bytes", [1, 10**5])
@@ -117,13 +133,29 @@ def test_a_bound_on_memory_says_how_many_patches_are_one_run(bridge, pair, monke
         return sizes[-1]
 
     monkeypatch.setattr(PatchedRuns, "_most", most)
-    arguments = (bridge, corrupted, cache, metric, layer_pos_patch_setter, "resid_pre", ("layer", "pos"))
+    arguments = (
+        bridge,
+        corrupted,
+        cache,
+        metric,
+        layer_pos_patch_setter,
+        "resid_pre",
+        ("layer", "pos"),
+    )
     found = generic_activation_patch(*arguments, verbose=False, max_bytes=max_bytes)
     monkeypatch.setattr("bridge.patching.runs.may_start_later", lambda model: False)
-    torch.testing.assert_close(generic_activation_patch(*arguments, verbose=False), found, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        generic_activation_patch(*arguments, verbose=False), found, atol=1e-5, rtol=1e-4
+    )
     cfg = bridge.cfg
-    one = (16 * cfg.d_model + 6 * cfg.d_mlp + 3 * cfg.n_heads * 5) * 4 * 2  # bytes of a position of two prompts
-    assert set(sizes) == {1} if max_bytes == 1 else all(n * one <= max_bytes for n in sizes) and max(sizes) > 1
+    one = (
+        (16 * cfg.d_model + 6 * cfg.d_mlp + 3 * cfg.n_heads * 5) * 4 * 2
+    )  # bytes of a position of two prompts
+    assert (
+        set(sizes) == {1}
+        if max_bytes == 1
+        else all(n * one <= max_bytes for n in sizes) and max(sizes) > 1
+    )
     for wrong in ({"max_bytes": 0}, {"max_bytes": 9, "patches_per_run": 2}):
         with pytest.raises(ValueError, match="max_bytes"):
             generic_activation_patch(*arguments, verbose=False, **wrong)
@@ -132,13 +164,19 @@ def test_a_bound_on_memory_says_how_many_patches_are_one_run(bridge, pair, monke
 def test_every_standard_activation_can_be_patched_from_its_layer_on(bridge, pair):
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
-    runs = PatchedRuns(bridge, {"input_ids": corrupted}, [bridge.hook_dict["blocks.1.hook_mlp_out"]] * 5)
+    runs = PatchedRuns(
+        bridge, {"input_ids": corrupted}, [bridge.hook_dict["blocks.1.hook_mlp_out"]] * 5
+    )
     assert runs.corrupted.steps
     for name, value in cache.items():
         hook = bridge.hook_dict[name]
         if hook.point.depth == 1:
-            whole = bridge.run_with_hooks(corrupted, fwd_hooks=[(name, lambda x, hook, value=value: value)])
-            ((_, later),) = runs.logits([Patch(0, hook, 0, lambda start, value=value: lambda x: value)], joined=False)
+            whole = bridge.run_with_hooks(
+                corrupted, fwd_hooks=[(name, lambda x, hook, value=value: value)]
+            )
+            ((_, later),) = runs.logits(
+                [Patch(0, hook, 0, lambda start, value=value: lambda x: value)], joined=False
+            )
             assert torch.equal(later, whole), name
 
 
@@ -173,20 +211,34 @@ def test_layers_below_a_patch_do_not_run(pair):
         for kind in counts:
             count(getattr(block, kind), kind, number)
     ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
-    # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at position 0 nothing does.
-    # One run takes the stream, and one tries to go on from it with the last three; no run has all positions.
+    # Two prompts of 5 tokens. Positions 1 and 2 differ at first, later also those behind; at
+    # position 0 nothing does. One run takes the stream, and one tries to go on from it with the
+    # last three; no run has all positions.
     overhead = 2 * (5 + 3)
-    # Another tries the last block at the last position, where the metric looks, with keys and values of the others.
+    # Another tries the last block at the last position, where the metric looks, with keys and
+    # values of the others.
     tried = {"self_attn": 2 * 5, "mlp": 2}
-    patched = [2 * 4 * 2, 2 * 4 * (2 + 4), 2 * 4 * (2 + 4 + 4)]  # prompts, positions that run, patches so far
-    assert counts["self_attn"] == [overhead + tokens for tokens in (*patched[:2], patched[2] + tried["self_attn"])]
-    assert counts["mlp"] == [overhead + tokens for tokens in (*patched[:2], 2 * (2 + 4) + 2 * 4 * 4 + tried["mlp"])]
+    patched = [
+        2 * 4 * 2,
+        2 * 4 * (2 + 4),
+        2 * 4 * (2 + 4 + 4),
+    ]  # prompts, positions that run, patches so far
+    assert counts["self_attn"] == [
+        overhead + tokens for tokens in (*patched[:2], patched[2] + tried["self_attn"])
+    ]
+    assert counts["mlp"] == [
+        overhead + tokens for tokens in (*patched[:2], 2 * (2 + 4) + 2 * 4 * 4 + tried["mlp"])
+    ]
     for kind in counts:
         counts[kind][:] = [0] * 3
     ready.get_act_patch_attn_head_out_all_pos(bridge, corrupted, cache, metric, verbose=False)
     heads = (4, 8, 12)
-    assert counts["self_attn"] == [overhead + 2 * 4 * n + more for n, more in zip(heads, (0, 0, 10), strict=True)]
-    assert counts["mlp"] == [overhead + tokens for tokens in (2 * 4 * 4, 2 * 4 * 8, 2 * 8 + 2 * 4 * 4 + 2)]
+    assert counts["self_attn"] == [
+        overhead + 2 * 4 * n + more for n, more in zip(heads, (0, 0, 10), strict=True)
+    ]
+    assert counts["mlp"] == [
+        overhead + tokens for tokens in (2 * 4 * 4, 2 * 4 * 8, 2 * 8 + 2 * 4 * 4 + 2)
+    ]
 
 
 def test_whole_runs_where_something_listens_or_is_random(bridge, pair):
@@ -194,7 +246,9 @@ def test_whole_runs_where_something_listens_or_is_random(bridge, pair):
     _, cache = bridge.run_with_cache(clean)
     assert may_start_later(bridge)
     seen = []
-    with bridge.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: seen.append(hook.name))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.0.hook_mlp_out", lambda x, hook: seen.append(hook.name))]
+    ):
         assert not may_start_later(bridge)
         ready.get_act_patch_resid_pre(bridge, corrupted, cache, metric, verbose=False)
     assert len(seen) == 15
@@ -245,7 +299,9 @@ def test_a_model_that_feeds_its_blocks_something_else_is_run_whole(pair, monkeyp
         return original(x, *args, **kwargs)
 
     first.forward = remember
-    inner.layers[2].forward = lambda x, *args, **kwargs: forward(x + memory.pop("x", 0), *args, **kwargs)
+    inner.layers[2].forward = lambda x, *args, **kwargs: forward(
+        x + memory.pop("x", 0), *args, **kwargs
+    )
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean)
     assert may_start_later(bridge) and not CorruptedRun(bridge, {"input_ids": corrupted}, [0]).steps
@@ -260,7 +316,13 @@ def test_families(name, monkeypatch):
     corrupted = torch.cat([clean[:, :3], (clean[:, 3:5] + 5) % 60, clean[:, 5:]], dim=1)
     _, cache = bridge.run_with_cache(clean)
     assert CorruptedRun(bridge, {"input_ids": corrupted}, [1]).steps
-    for kind in ("resid_pre", "attn_out", "attn_head_out_all_pos", "attn_head_k_all_pos", "attn_head_pattern_all_pos"):
+    for kind in (
+        "resid_pre",
+        "attn_out",
+        "attn_head_out_all_pos",
+        "attn_head_k_all_pos",
+        "attn_head_pattern_all_pos",
+    ):
         function = getattr(ready, f"get_act_patch_{kind}")
         later = function(bridge, corrupted, cache, metric, verbose=False)
         with monkeypatch.context() as patch:
@@ -272,13 +334,17 @@ def test_families(name, monkeypatch):
 
 def test_padding_in_front_that_a_model_masks_by_itself():
     """There a run from a layer would lack the mask: the trial finds out."""
-    model = HookedTransformer.from_pretrained(str(MODEL_DIR), device="cpu", default_padding_side="left")
+    model = HookedTransformer.from_pretrained(
+        str(MODEL_DIR), device="cpu", default_padding_side="left"
+    )
     clean = model.to_tokens(["Mary and John went", "When Tom and James went"])
     corrupted = clean.flip(0)
     _, cache = model.run_with_cache(clean)
     assert may_start_later(model) and not CorruptedRun(model, {"input_ids": corrupted}, [2]).steps
     ours = ready.get_act_patch_attn_head_out_all_pos(model, corrupted, cache, metric, verbose=False)
-    torch.testing.assert_close(ours, by_hand(model, corrupted, cache, *READY["attn_head_out_all_pos"]))
+    torch.testing.assert_close(
+        ours, by_hand(model, corrupted, cache, *READY["attn_head_out_all_pos"])
+    )
 
 
 def test_every(pair):
@@ -289,8 +355,12 @@ def test_every(pair):
     heads = ready.get_act_patch_attn_head_all_pos_every(*arguments, verbose=False)
     assert heads.shape == (5, 3, 4)
     assert (heads[2:4, :, 2:] == 0).all() and (heads[2:4, :, :2] != 0).all()
-    torch.testing.assert_close(heads[4], ready.get_act_patch_attn_head_pattern_all_pos(*arguments, verbose=False))
-    by_pos = ready.get_act_patch_attn_head_by_pos_every(*arguments, verbose=False, patches_per_run=8)
+    torch.testing.assert_close(
+        heads[4], ready.get_act_patch_attn_head_pattern_all_pos(*arguments, verbose=False)
+    )
+    by_pos = ready.get_act_patch_attn_head_by_pos_every(
+        *arguments, verbose=False, patches_per_run=8
+    )
     assert by_pos.shape == (5, 3, length, 4)
     pattern = ready.get_act_patch_attn_head_pattern_by_pos(*arguments, verbose=False)
     torch.testing.assert_close(by_pos[4], pattern.transpose(1, 2), atol=1e-5, rtol=1e-4)
@@ -303,7 +373,9 @@ def test_patching_everything_gives_the_clean_answer(bridge, pair):
     clean, corrupted = pair
     logits, cache = bridge.run_with_cache(clean)
     whole = lambda corrupted_activation, index, clean_activation: clean_activation
-    found = generic_activation_patch(bridge, corrupted, cache, metric, whole, "resid_post", ["layer"], verbose=False)
+    found = generic_activation_patch(
+        bridge, corrupted, cache, metric, whole, "resid_post", ["layer"], verbose=False
+    )
     torch.testing.assert_close(found, metric(logits).expand(3))
 
 
@@ -312,25 +384,42 @@ def test_padded_prompts(bridge, pair):
     mask = torch.ones_like(clean)
     mask[0, :2] = 0
     _, cache = bridge.run_with_cache(clean, attention_mask=mask)
-    arguments = (bridge, corrupted, cache, metric, layer_head_vector_patch_setter, "z", ("layer", "head"))
+    arguments = (
+        bridge,
+        corrupted,
+        cache,
+        metric,
+        layer_head_vector_patch_setter,
+        "z",
+        ("layer", "head"),
+    )
     for more in (1, 5):
-        ours = generic_activation_patch(*arguments, attention_mask=mask, patches_per_run=more, verbose=False)
+        ours = generic_activation_patch(
+            *arguments, attention_mask=mask, patches_per_run=more, verbose=False
+        )
         for layer, head in ((0, 1), (2, 3)):
             name = act_name("z", layer)
 
             def patch(z, hook, name=name, head=head):
                 z[:, :, head] = cache[name][:, :, head]
 
-            logits = bridge.run_with_hooks(corrupted, fwd_hooks=[(name, patch)], attention_mask=mask)
+            logits = bridge.run_with_hooks(
+                corrupted, fwd_hooks=[(name, patch)], attention_mask=mask
+            )
             torch.testing.assert_close(ours[layer, head], metric(logits), atol=1e-5, rtol=1e-4)
 
 
 def test_one_clean_row_serves_a_batch_and_tokens_may_be_one_row(bridge, pair):
     clean, corrupted = pair
     _, cache = bridge.run_with_cache(clean[:1])
-    assert ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False).shape == (3, 5)
+    assert ready.get_act_patch_mlp_out(bridge, corrupted, cache, metric, verbose=False).shape == (
+        3,
+        5,
+    )
     one = ready.get_act_patch_mlp_out(bridge, corrupted[0], cache, metric, verbose=False)
-    torch.testing.assert_close(one, ready.get_act_patch_mlp_out(bridge, corrupted[:1], cache, metric, verbose=False))
+    torch.testing.assert_close(
+        one, ready.get_act_patch_mlp_out(bridge, corrupted[:1], cache, metric, verbose=False)
+    )
 
 
 class Frame:
@@ -353,11 +442,16 @@ def test_data_frames_of_indices(bridge, pair, monkeypatch):
     frame = make_df_from_ranges([2, 3], ["layer", "head"])
     assert frame.rows == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     found, same = ready.get_act_patch_attn_head_out_all_pos(
-        *arguments, index_df=Frame([(2, 1), (0, 3), (2, 0)], frame.columns), return_index_df=True, verbose=False
+        *arguments,
+        index_df=Frame([(2, 1), (0, 3), (2, 0)], frame.columns),
+        return_index_df=True,
+        verbose=False,
     )
     assert same.rows == [(2, 1), (0, 3), (2, 0)]
     torch.testing.assert_close(found, torch.stack([right[2, 1], right[0, 3], right[2, 0]]))
-    found, frame = ready.get_act_patch_attn_head_out_all_pos(*arguments, return_index_df=True, verbose=False)
+    found, frame = ready.get_act_patch_attn_head_out_all_pos(
+        *arguments, return_index_df=True, verbose=False
+    )
     assert torch.equal(found, right) and len(frame.rows) == right.numel()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="need pandas"):
@@ -378,10 +472,16 @@ def test_errors(bridge, pair):
     _, cache = bridge.run_with_cache(clean)
     setter = layer_pos_patch_setter
 
-    def patch(cache=cache, metric=metric, setter=setter, name="mlp_out", axes=("layer", "pos"), **options):
-        return generic_activation_patch(bridge, corrupted, cache, metric, setter, name, axes, verbose=False, **options)
+    def patch(
+        cache=cache, metric=metric, setter=setter, name="mlp_out", axes=("layer", "pos"), **options
+    ):
+        return generic_activation_patch(
+            bridge, corrupted, cache, metric, setter, name, axes, verbose=False, **options
+        )
 
-    with pytest.raises(UnknownHookError, match=r"no hook point 'blocks.0.hook_mlp_outt'.*Did you mean"):
+    with pytest.raises(
+        UnknownHookError, match=r"no hook point 'blocks.0.hook_mlp_outt'.*Did you mean"
+    ):
         patch(name="mlp_outt")
     with pytest.raises(ValueError, match=r"no index axis 'posn'.*Did you mean pos"):
         patch(axes=("layer", "posn"))
@@ -389,9 +489,13 @@ def test_errors(bridge, pair):
         patch(axes=None)
     with pytest.raises(ValueError, match="give either"):
         patch(index_df=Frame([(0, 0)], ["layer", "pos"]))
-    with pytest.raises(ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head\]"):
+    with pytest.raises(
+        ValueError, match=r"the index is \[0, 0\]; this patch setter needs \[layer, pos, head\]"
+    ):
         patch(setter=ready.layer_pos_head_vector_patch_setter, name="z")
-    with pytest.raises(ValueError, match=r"a tensor of shape \[2, 61\]; it must be a single number"):
+    with pytest.raises(
+        ValueError, match=r"a tensor of shape \[2, 61\]; it must be a single number"
+    ):
         patch(metric=lambda logits: logits[:, -1])
     with pytest.raises(ValueError, match="patches_per_run is 0"):
         patch(patches_per_run=0)
@@ -400,7 +504,9 @@ def test_errors(bridge, pair):
         patch(cache=some)
     with pytest.raises(KeyError, match=r"does not hold blocks.1.hook_mlp_out"):
         patch(cache=some.cache_dict)
-    with pytest.raises(ValueError, match=r"corrupted activation has shape \[2, 5, 32\], the clean one \[5, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"corrupted activation has shape \[2, 5, 32\], the clean one \[5, 32\]"
+    ):
         patch(cache={name: value[0] for name, value in cache.items()})
     _, shorter = bridge.run_with_cache(clean[:, :3])
     with pytest.raises(ValueError, match=r"cannot patch \[0, 0\].*prompts of the same length"):
@@ -430,7 +536,9 @@ def test_legacy_names_are_these():
 @torch.no_grad()
 @pytest.mark.parametrize("point", ["resid_post", "resid_pre"])
 def test_features_that_depend_on_other_positions(point):
-    """A basis that adds up positions: a run that left out the first ones would see other features."""
+    """A basis that adds up positions: a run that left out the first ones would see other
+    features.
+    """
     bridge = TransformerBridge.boot_embedded()
     clean, corrupted = torch.tensor([[1, 20, 31, 42, 53, 64], [1, 20, 31, 42, 99, 64]])[:, None]
     generator = torch.Generator().manual_seed(0)
@@ -477,7 +585,10 @@ def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
     W = torch.randn(128, 8, generator=torch.Generator().manual_seed(0)) / 11
     encode, decode = MIXES[kind]
     hook = bridge.add_basis(
-        "blocks.1.hook_resid_post", "own", encode=lambda x: encode(x @ W), decode=lambda f: decode(f) @ W.T
+        "blocks.1.hook_resid_post",
+        "own",
+        encode=lambda x: encode(x @ W),
+        decode=lambda f: decode(f) @ W.T,
     )
     _, cache = bridge.run_with_cache(clean, names_filter=hook.name)
     metric = lambda logits: logits[0, -1, 7]
@@ -497,7 +608,12 @@ def test_a_basis_that_mixes_rows_is_run_patch_by_patch(kind, together):
 
 @pytest.mark.parametrize(("labels", "length"), [(1, 5), (3, 3), (5, 5), (2, 6)])
 def test_scores_of_a_classifier_have_no_positions(labels, length):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(**sizes, vocab_size=61, num_labels=labels, pad_token_id=0)
     model = LlamaForSequenceClassification(config).eval()
     generator = torch.Generator().manual_seed(0)

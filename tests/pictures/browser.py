@@ -1,4 +1,6 @@
-"""A headless Chromium, driven through its debugging pipe: what a page logs, and what it asks the network for."""
+"""A headless Chromium, driven through its debugging pipe: what a page logs, and what it asks the
+network for.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,30 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars",
-    "--allow-file-access-from-files", "--remote-debugging-pipe",
-]  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--force-color-profile=srgb",
+    "--hide-scrollbars",
+    "--allow-file-access-from-files",
+    "--remote-debugging-pipe",
+]
 
 
 def chromium() -> str | None:
     """Where Chromium is installed."""
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
 
 
 @dataclass
@@ -48,21 +64,28 @@ class Browser:
         assert found, "chromium is not installed; Debian: apt-get install chromium"
         read_end, self._out = os.pipe()
         self._in, write_end = os.pipe()
-        # The pipe's ends have to be 3 and 4 in the browser; until then they must not be in the way there.
-        theirs_in, theirs_out = (fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (read_end, write_end))
+        # The pipe's ends have to be 3 and 4 in the browser; until then they must not be in the way
+        # there.
+        theirs_in, theirs_out = (
+            fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (read_end, write_end)
+        )
         command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
         self._process = subprocess.Popen(
             ["bash", "-c", command, found, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         for end in (read_end, write_end, theirs_in, theirs_out):
             os.close(end)
         self._buffer = b""
         self._number = 0
         self._events: list[dict[str, Any]] = []
         self._session: str | None = None
-        target = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        target = next(
+            t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        )
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -105,23 +128,30 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page, awaited."""
-        found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        found = self.send(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Seen:
         """Opens a page of this machine, and waits until all of its pictures are drawn."""
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )  # fmt: skip
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
         self.send("Page.navigate", url=page.resolve().as_uri())
         until = time.monotonic() + 60
         drawn = (
-            "document.readyState === 'complete' && [...document.querySelectorAll('.bridge-picture')]"
-            ".every((p) => p.querySelector('svg.marks, canvas.marks'))"
+            "document.readyState === 'complete' &&"
+            " [...document.querySelectorAll('.bridge-picture')].every((p) =>"
+            " p.querySelector('svg.marks, canvas.marks'))"
         )
         while not self.evaluate(drawn):
             assert time.monotonic() < until, f"not all pictures of {page} are drawn: {self.seen()}"
@@ -137,7 +167,9 @@ class Browser:
             parameters = event.get("params", {})
             match event.get("method"):
                 case "Runtime.consoleAPICalled":
-                    text = " ".join(str(a.get("value", a.get("description"))) for a in parameters["args"])
+                    text = " ".join(
+                        str(a.get("value", a.get("description"))) for a in parameters["args"]
+                    )
                     seen.console.append(f"{parameters['type']}: {text}")
                 case "Runtime.exceptionThrown":
                     seen.errors.append(json.dumps(parameters["exceptionDetails"])[:500])
@@ -151,7 +183,9 @@ class Browser:
         """Moves the mouse to a place of the page, and gives back what the tooltip says."""
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         time.sleep(0.1)
-        return self.evaluate("(document.querySelector('#vg-tooltip-element.visible') || {}).innerText || ''")
+        return self.evaluate(
+            "(document.querySelector('#vg-tooltip-element.visible') || {}).innerText || ''"
+        )
 
     def click(self, text: str) -> None:
         """Clicks on what says this text, and moves the mouse away."""

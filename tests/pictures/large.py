@@ -5,11 +5,25 @@ from __future__ import annotations
 import torch
 
 from bridge import pictures
-from bridge.hooks.asked import StudiedBridge
+from bridge.hooks.studied_bridge import StudiedBridge
 from bridge.pictures import Picture
 
 LAYERS, HEADS = 12, 12
-TOKENS = ["<bos>", "When", " Mary", " and", " John", " went", " to", " the", " store", ",", " John", " gave", " a"]
+TOKENS = [
+    "<bos>",
+    "When",
+    " Mary",
+    " and",
+    " John",
+    " went",
+    " to",
+    " the",
+    " store",
+    ",",
+    " John",
+    " gave",
+    " a",
+]
 TOKENS += [" bottle", " of", " milk", "\n", " to", " internationalization", " "]
 
 
@@ -23,6 +37,9 @@ class Words(StudiedBridge):
 
     def to_single_token(self, string: str) -> int:
         return self.words.index(string)
+
+    def to_answer_token(self, answer: str) -> int:
+        return self.words.index(answer)
 
 
 def all_pictures() -> dict[str, Picture]:
@@ -39,14 +56,26 @@ def all_pictures() -> dict[str, Picture]:
     weights = (normal(LAYERS, n, 8) * 2).softmax(-1)
     chosen = weights * (weights >= weights.topk(2, -1).values[..., -1:])
     edges = [("embed", f"L0H{h}", 0.2 * h - 0.5) for h in range(4)]
-    edges += [(f"L{i}H{h}", f"L{i + 2 + h % 2}H{(h + i) % 4}", float(normal(1))) for i in range(9) for h in range(4)]
-    edges += [(name, "logits", float(normal(1))) for name in ("L9H0", "L10H1", "L10H3", "L11H2", "embed")]
+    edges += [
+        (f"L{i}H{h}", f"L{i + 2 + h % 2}H{(h + i) % 4}", float(normal(1)))
+        for i in range(9)
+        for h in range(4)
+    ]
+    edges += [
+        (name, "logits", float(normal(1))) for name in ("L9H0", "L10H1", "L10H3", "L11H2", "embed")
+    ]
     return {
         "lens": pictures.logit_lens(normal(LAYERS + 1, n, 200) * growing / 6, TOKENS, Words()),
-        "attention": pictures.attention((normal(HEADS, n, n) * 2).masked_fill(mask, -torch.inf).softmax(-1), TOKENS),
-        "scores": pictures.attention(normal(4, n, n).masked_fill(mask, -torch.inf), TOKENS, title="Scores"),
+        "attention": pictures.attention(
+            (normal(HEADS, n, n) * 2).masked_fill(mask, -torch.inf).softmax(-1), TOKENS
+        ),
+        "scores": pictures.attention(
+            normal(4, n, n).masked_fill(mask, -torch.inf), TOKENS, title="Scores"
+        ),
         "all layers": pictures.attention(
-            normal(LAYERS, 1, HEADS, n, n).masked_fill(mask, -torch.inf).softmax(-1), TOKENS, title="All layers"
+            normal(LAYERS, 1, HEADS, n, n).masked_fill(mask, -torch.inf).softmax(-1),
+            TOKENS,
+            title="All layers",
         ),
         "patching": pictures.patching(normal(LAYERS, n) ** 3, "layer pos", TOKENS),
         "every": pictures.patching(
@@ -56,9 +85,13 @@ def all_pictures() -> dict[str, Picture]:
         "attribution": pictures.attribution(normal(len(components), n), components, TOKENS),
         "one position": pictures.attribution(normal(len(components)), components),
         "heads": pictures.heads(normal(LAYERS, HEADS)),
-        "composition": pictures.composition(torch.rand(LAYERS, HEADS, LAYERS, HEADS, generator=random)),
+        "composition": pictures.composition(
+            torch.rand(LAYERS, HEADS, LAYERS, HEADS, generator=random)
+        ),
         "norms": pictures.residual_norms(
-            normal(LAYERS + 1, n, 64) * growing, TOKENS, [*(f"{i}_pre" for i in range(LAYERS)), "final_post"]
+            normal(LAYERS + 1, n, 64) * growing,
+            TOKENS,
+            [*(f"{i}_pre" for i in range(LAYERS)), "final_post"],
         ),
         "routing": pictures.routing({i: chosen[i] for i in range(LAYERS)}, TOKENS),
         "circuit": pictures.circuit(edges),
@@ -66,7 +99,13 @@ def all_pictures() -> dict[str, Picture]:
         "attention text": pictures.attention_text(
             (normal(HEADS, n, n) * 2).masked_fill(mask, -torch.inf).softmax(-1), TOKENS
         ),
-        "chosen": pictures.chosen_lens(normal(LAYERS + 1, n, 200) * growing / 6, TOKENS, Words(), [" Mary", " John"]),
-        "nine heads": pictures.attention(normal(9, n, n).masked_fill(mask, -torch.inf).softmax(-1), TOKENS),
-        "together": pictures.together([pictures.heads(normal(LAYERS, HEADS)), pictures.heads(normal(3, 3))], "Two"),
+        "chosen": pictures.chosen_lens(
+            normal(LAYERS + 1, n, 200) * growing / 6, TOKENS, Words(), [" Mary", " John"]
+        ),
+        "nine heads": pictures.attention(
+            normal(9, n, n).masked_fill(mask, -torch.inf).softmax(-1), TOKENS
+        ),
+        "together": pictures.together(
+            [pictures.heads(normal(LAYERS, HEADS)), pictures.heads(normal(3, 3))], "Two"
+        ),
     }

@@ -1,4 +1,6 @@
-"""Files and notebooks: everything that is needed is inside, and nothing needs a browser or a network."""
+"""Files and notebooks: everything that is needed is inside, and nothing needs a browser or a
+network.
+"""
 
 import base64
 import gzip
@@ -41,13 +43,20 @@ def test_png_files_hold_the_same_pixels_as_they_are_drawn(picture):
         while at < len(png):
             (length,) = struct.unpack(">I", png[at : at + 4])
             body = png[at + 4 : at + 8 + length]
-            assert zlib.crc32(body) == struct.unpack(">I", png[at + 8 + length : at + 12 + length])[0]
+            assert (
+                zlib.crc32(body) == struct.unpack(">I", png[at + 8 + length : at + 12 + length])[0]
+            )
             found.append((body[:4], body[4:]))
             at += 12 + length
         return found
 
-    drawn, ours = (parts(png) for png in (vl_convert.vegalite_to_png(picture.spec(), scale=2), picture.png()))
-    pixels = [zlib.decompress(b"".join(body for kind, body in each if kind == b"IDAT")) for each in (drawn, ours)]
+    drawn, ours = (
+        parts(png) for png in (vl_convert.vegalite_to_png(picture.spec(), scale=2), picture.png())
+    )
+    pixels = [
+        zlib.decompress(b"".join(body for kind, body in each if kind == b"IDAT"))
+        for each in (drawn, ours)
+    ]
     assert pixels[0] == pixels[1]
     rest = [[part for part in each if part[0] != b"IDAT"] for each in (drawn, ours)]
     assert rest[0] == rest[1] and ours[0][0] == b"IHDR" and ours[-1][0] == b"IEND"
@@ -75,7 +84,9 @@ def test_html_has_everything_in_it(picture, tmp_path):
 def test_the_specification_is_plain_and_one_parameter_tells_light_from_dark(picture):
     light, dark = picture.spec(), picture.spec(dark=True)
     assert json.loads(json.dumps(light)) == light
-    assert light["params"] == [{"name": "dark", "value": False}] and dark["params"] == [{"name": "dark", "value": True}]
+    assert light["params"] == [{"name": "dark", "value": False}] and dark["params"] == [
+        {"name": "dark", "value": True}
+    ]
     assert {**light, "params": None} == {**dark, "params": None}
     light["title"] = "changed"
     assert picture.spec()["title"] != "changed"
@@ -96,9 +107,16 @@ def test_notebooks_are_given_a_still_picture_and_the_library_once(picture, monke
     assert gzip.decompress(base64.b64decode(packed)).decode() == library()
     assert 'bridge-vega">' not in second["text/html"] and len(second["text/html"]) < 60_000
     for bundle in (first, second):  # seen where no script runs
-        (still,) = re.findall(r'<img alt="[^"]*" src="data:image/png;base64,([^"]+)"', bundle["text/html"])
-        assert base64.b64decode(still) == base64.b64decode(bundle["image/png"]) == picture.png(scale=1)
-        assert json.dumps(picture.spec(), separators=(",", ":"), ensure_ascii=False)[:50] in bundle["text/html"]
+        (still,) = re.findall(
+            r'<img alt="[^"]*" src="data:image/png;base64,([^"]+)"', bundle["text/html"]
+        )
+        assert (
+            base64.b64decode(still) == base64.b64decode(bundle["image/png"]) == picture.png(scale=1)
+        )
+        assert (
+            json.dumps(picture.spec(), separators=(",", ":"), ensure_ascii=False)[:50]
+            in bundle["text/html"]
+        )
 
 
 def test_pdf(picture, tmp_path):
@@ -115,7 +133,11 @@ def test_data_are_small():
 def test_pages_hold_the_library_once(picture):
     text = pictures.page("A <page>", ["## One & two", "Some <text>.", picture, picture])
     assert text.count(library()) == 1 and text.count('class="bridge-picture"') == 2
-    assert "<h2>One &amp; two</h2>" in text and "<p>Some &lt;text&gt;.</p>" in text and "A &lt;page&gt;</h1>" in text
+    assert (
+        "<h2>One &amp; two</h2>" in text
+        and "<p>Some &lt;text&gt;.</p>" in text
+        and "A &lt;page&gt;</h1>" in text
+    )
 
 
 def test_a_bridge_without_tokenizer_can_be_drawn():
@@ -134,7 +156,12 @@ def test_pages_of_a_folder_share_the_library(picture, tmp_path):
         picture.save(tmp_path / name, linked=True)
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert len(text) < 20_000 and f'<script src="{library_name()}"></script>' in text
-    assert {path.name for path in tmp_path.iterdir()} == {"a.html", "b.html", "vega.js", library_name()}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a.html",
+        "b.html",
+        "vega.js",
+        library_name(),
+    }
     assert (tmp_path / "vega.js").read_text() == "mine"
     with pytest.raises(ValueError, match=r"a\.png holds no drawing library"):
         picture.save(tmp_path / "a.png", linked=True)
@@ -143,4 +170,6 @@ def test_pages_of_a_folder_share_the_library(picture, tmp_path):
 def test_lines_have_a_title_and_say_what_was_computed(picture):
     assert "<title>Two &lt;layers&gt; &amp; heads</title><desc>" in picture.svg()
     drawn = pictures.circuit([("embed", "logits", -1.0)], title="One edge").svg()
-    assert re.search(r"^<svg [^>]*><title>One edge</title><desc>One edge\. blue: .*?; width: .*</desc>", drawn)
+    assert re.search(
+        r"^<svg [^>]*><title>One edge</title><desc>One edge\. blue: .*?; width: .*</desc>", drawn
+    )

@@ -1,4 +1,6 @@
-"""A compiled program is stale nowhere: whatever changes, the next call shows it. `test_compiled` runs these too."""
+"""A compiled program is stale nowhere: whatever changes, the next call shows it. `test_compiled`
+runs these too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
-from tests.programs.compiled import _no_grad, assert_same, nothing_compiled_before  # noqa: F401 - fixtures of all
+from tests.programs.compiled import (
+    _no_grad,  # noqa: F401 - a fixture of all
+    assert_same,
+    nothing_compiled_before,  # noqa: F401 - a fixture of all
+)
 from tests.programs.shared import AT, NAMES, SIZES, graphs
 from tests.programs.test_programs import batch
 
@@ -68,9 +74,13 @@ def test_whatever_else_changes_the_next_call_shows_it():
 
 def test_a_change_in_any_of_the_blocks_that_are_compiled_once_is_seen():
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
         vocab_size=61,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config).eval()
     bridge = TransformerBridge(model)
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(4)]
@@ -95,7 +105,9 @@ def test_a_change_in_any_of_the_blocks_that_are_compiled_once_is_seen():
 
 
 def test_programs_that_differ_where_torch_does_not_look_share_nothing():
-    """torch's guards leave out a module's torch hooks, and ours how the program's modules are built."""
+    """torch's guards leave out a module's torch hooks, and ours how the program's modules are
+    built.
+    """
     model = tiny("llama-gqa")
     bridge = TransformerBridge(model)
     tokens, more = batch(bridge)
@@ -107,7 +119,9 @@ def test_programs_that_differ_where_torch_does_not_look_share_nothing():
         return wanted["logits"]
 
     plain = fresh()
-    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    handle = model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output * 2
+    )
     assert not torch.equal(fresh(), plain)
     handle.remove()
     assert torch.equal(fresh(), plain)
@@ -136,7 +150,9 @@ def test_more_programs_than_torch_keeps_graphs_for():
             assert_same(program.compile(backend="eager")(tokens, **more), program(tokens, **more))
 
 
-def test_what_cannot_be_of_any_size_is_told_and_compiled_as_torch_does_it(caplog: pytest.LogCaptureFixture):
+def test_what_cannot_be_of_any_size_is_told_and_compiled_as_torch_does_it(
+    caplog: pytest.LogCaptureFixture,
+):
     bridge = TransformerBridge(tiny("llama-gqa"))
     numbers = torch.randn(32).numpy()  # with guards of our choice, torch 2.13 fails on arrays
     program = bridge.program(NAMES, [(AT, lambda act, hook: act + torch.from_numpy(numbers))])

@@ -1,6 +1,7 @@
 """A compiled program: one graph, few recompilations, equal to the bridge's run.
 
-`test_compiled` runs these in a process of its own: what checks types in the other tests cannot be compiled.
+`test_compiled` runs these in a process of its own: what checks types in the other tests cannot be
+compiled.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ def _no_grad() -> Iterator[None]:
 
 
 def assert_same(made: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Equal up to rounding: compiled code keeps no keys and values, and a product of other strides rounds otherwise."""
+    """Equal up to rounding: compiled code keeps no keys and values, and a product of other strides
+    rounds otherwise.
+    """
     assert list(made) == list(wanted)
     for name in wanted:
-        torch.testing.assert_close(made[name], wanted[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            made[name], wanted[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def halve(activation: Tensor, hook: object) -> Tensor:
@@ -55,11 +60,19 @@ def test_all_points_at_once_with_an_edit_of_each_kind(case: str):
     stack = "decoder.1" if case == "t5" else "blocks.1"
     edited = [
         f"{stack}.{name}"
-        for name in ("hook_resid_mid", "attn.hook_pattern", "attn.hook_q", "hook_v_input", "hook_mlp_out")
+        for name in (
+            "hook_resid_mid",
+            "attn.hook_pattern",
+            "attn.hook_q",
+            "hook_v_input",
+            "hook_mlp_out",
+        )
     ]
     edited = [name for name in edited if name in bridge.hook_dict]
     program = bridge.program(
-        capture=[name for name in bridge.hook_dict if name.startswith(stack) and ".experts." not in name],
+        capture=[
+            name for name in bridge.hook_dict if name.startswith(stack) and ".experts." not in name
+        ],
         interventions=[(name, halve) for name in edited],
     )
     wanted = program(tokens, **more)
@@ -81,7 +94,9 @@ def test_other_values_and_sizes_need_no_other_code():
     )
     compiled = program.compile(backend="eager")
     for i in range(100):
-        tokens, more = batch(bridge, rows=(2, 1, 3, 5, 4)[i % 5], length=(9, 6, 12, 20, 15)[i // 5 % 5], seed=i)
+        tokens, more = batch(
+            bridge, rows=(2, 1, 3, 5, 4)[i % 5], length=(9, 6, 12, 20, 15)[i // 5 % 5], seed=i
+        )
         given: dict[str, Any] = {"vector": torch.randn(32), "strength": i / 10, **more}
         made = compiled(tokens, **given)
         if i % 9 == 0:
@@ -104,12 +119,18 @@ def test_by_inductor():
 
 def test_points_inside_experts():
     bridge = TransformerBridge(tiny("mixtral-gqa"))
-    names = [f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
-    program = bridge.program(capture=names, interventions=[("blocks.1.mlp.experts.2.hook_post", halve)])
+    names = [
+        f"blocks.1.mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")
+    ]
+    program = bridge.program(
+        capture=names, interventions=[("blocks.1.mlp.experts.2.hook_post", halve)]
+    )
     compiled = program.compile(backend="eager")
     for seed, length in ((1, 9), (2, 6), (3, 12)):
         tokens, _ = batch(bridge, length=length, seed=seed)
-        wanted = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.mlp.experts.2.hook_post", halve)])
+        wanted = bridge.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.1.mlp.experts.2.hook_post", halve)]
+        )
         made = compiled(tokens)
         assert_same(made, program(tokens))
         torch.testing.assert_close(made["logits"], wanted)
@@ -120,14 +141,24 @@ def test_generation_by_compiled_code():
     bridge = TransformerBridge(tiny("llama-gqa"))
     vector = torch.randn(32)
     program = bridge.program(
-        interventions=[("blocks.0.hook_resid_post", lambda act, hook, vector: act + vector)], inputs={"vector": vector}
+        interventions=[("blocks.0.hook_resid_post", lambda act, hook, vector: act + vector)],
+        inputs={"vector": vector},
     ).compile(backend="eager")
     tokens = torch.randint(3, 61, (2, 6))
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "verbose": False,
+        "stop_at_eos": False,
+    }
     for strength in (1.0, 0.0):
-        with bridge.hooks([("blocks.0.hook_resid_post", lambda act, hook, s=strength: act + vector * s)]):
+        with bridge.hooks(
+            [("blocks.0.hook_resid_post", lambda act, hook, s=strength: act + vector * s)]
+        ):
             wanted = bridge.generate(tokens, **options)
-        made = bridge.generate(tokens, program=program, inputs={"vector": vector * strength}, **options)
+        made = bridge.generate(
+            tokens, program=program, inputs={"vector": vector * strength}, **options
+        )
         assert torch.equal(made, wanted)
     assert counters["stats"]["unique_graphs"] == 2  # the prompt, and one token more
 
@@ -192,10 +223,14 @@ def test_a_compiled_program_generates_no_edit_of_some_tokens():
     point, operation, _ = cases(32, 4)["Set"]
     program = bridge.program(interventions=[(point, operation)]).compile()
     with pytest.raises(ValueError, match="with generate, compiled, a program does not know"):
-        bridge.generate(torch.tensor([[5, 6, 7]]), 3, program=program, do_sample=False, verbose=False)
+        bridge.generate(
+            torch.tensor([[5, 6, 7]]), 3, program=program, do_sample=False, verbose=False
+        )
 
 
-@pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")  # torch's own, of export
+@pytest.mark.filterwarnings(
+    "ignore:`treespec.children_specs` is deprecated:FutureWarning"
+)  # torch's own, of export
 @pytest.mark.parametrize("kind", KINDS)
 def test_points_in_a_basis_compiled_and_exported(kind: str):
     bridge = TransformerBridge(tiny("gpt2"))
@@ -208,11 +243,15 @@ def test_points_in_a_basis_compiled_and_exported(kind: str):
 
 
 def test_why_a_program_finds_its_pass_otherwise_than_a_run():
-    """torch.compile cannot trace a context variable, which is where a run's pass is: a graph would end there."""
+    """torch.compile cannot trace a context variable, which is where a run's pass is: a graph would
+    end there.
+    """
     here: ContextVar[Tensor] = ContextVar("here")
     here.set(torch.ones(2))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ContextVar"):
         torch.compile(lambda x: x + here.get(), fullgraph=True, backend="eager")(torch.ones(2))
     local = threading.local()
     local.here = torch.ones(2)
-    assert torch.compile(lambda x: x + local.here, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+    assert torch.compile(lambda x: x + local.here, fullgraph=True, backend="eager")(
+        torch.ones(2)
+    ).tolist() == [2, 2]

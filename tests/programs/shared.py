@@ -1,6 +1,8 @@
-"""What takes no other compilation: other numbers of rows and positions, other values of what functions keep.
+"""What takes no other compilation: other numbers of rows and positions, other values of what
+functions keep.
 
-`test_compiled` runs these in a process of its own: what checks types in the other tests cannot be compiled.
+`test_compiled` runs these in a process of its own: what checks types in the other tests cannot be
+compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from torch._dynamo.utils import counters
 from bridge import TransformerBridge
 from bridge.interventions import Add, Scale, Set
 from tests.adapters.test_verify_all import tiny
-from tests.programs.compiled import _no_grad, assert_same, nothing_compiled_before  # noqa: F401 - fixtures of all
+from tests.programs.compiled import (
+    _no_grad,  # noqa: F401 - a fixture of all
+    assert_same,
+    nothing_compiled_before,  # noqa: F401 - a fixture of all
+)
 from tests.programs.test_programs import batch
 
 AT = "blocks.0.hook_resid_post"
@@ -32,13 +38,18 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt2", "llama-gqa", "gpt_neox", "opt", "bloom", "gemma2-gqa", "gpt_oss-gqa", "bert", "t5"]
+    "case",
+    ["gpt2", "llama-gqa", "gpt_neox", "opt", "bloom", "gemma2-gqa", "gpt_oss-gqa", "bert", "t5"],
 )
 def test_one_compilation_for_rows_positions_and_padding(case: str):
     bridge = TransformerBridge(tiny(case))
     stack = "decoder" if case == "t5" else "blocks"
     at = f"{stack}.0.hook_mlp_out"
-    names = [name for name in (f"{stack}.1.attn.hook_pattern", f"{stack}.1.hook_mlp_out") if name in bridge.hook_dict]
+    names = [
+        name
+        for name in (f"{stack}.1.attn.hook_pattern", f"{stack}.1.hook_mlp_out")
+        if name in bridge.hook_dict
+    ]
     vector = torch.randn(32)
     program = bridge.program(names, [(at, lambda act, hook: act + vector)])
     compiled = program.compile(backend="eager")
@@ -123,7 +134,9 @@ KEEPS: dict[str, Callable[[Tensor], Any]] = {
     "method": lambda vector: Steering(vector).method,
     "module": Module,
     "list": lambda vector: (lambda kept: lambda act, hook: act + kept[0])([vector]),
-    "dictionary": lambda vector: (lambda kept: lambda act, hook: act + kept["vector"])({"vector": vector}),
+    "dictionary": lambda vector: (lambda kept: lambda act, hook: act + kept["vector"])(
+        {"vector": vector}
+    ),
     "Add": lambda vector: Add(vector, 0.5),
     "Set": lambda vector: Set(vector, rows=0),
     "Scale": lambda vector: Scale(vector),
@@ -142,7 +155,9 @@ def test_a_tensor_that_a_function_keeps_is_an_input(kept: str):
         for _ in range(2):
             with bridge.hooks([(AT, function)]):
                 logits, cache = bridge.run_with_cache(tokens, names_filter=NAMES, **more)
-            assert_same(compiled(tokens, **more), {"logits": logits} | {name: cache[name] for name in NAMES})
+            assert_same(
+                compiled(tokens, **more), {"logits": logits} | {name: cache[name] for name in NAMES}
+            )
             assert (logits - before).abs().max() > 1e-4
             before = logits
             vector.mul_(-3)
@@ -162,7 +177,9 @@ def test_a_body_of_an_edit_keeps_inputs_too():
 
     for _ in range(3):
         hooks = edit(torch.randn(32))
-        made = bridge.program(interventions=hooks).compile(backend="eager")(tokens, **more)["logits"]
+        made = bridge.program(interventions=hooks).compile(backend="eager")(tokens, **more)[
+            "logits"
+        ]
         torch.testing.assert_close(made, bridge.run_with_hooks(tokens, fwd_hooks=hooks, **more))
     assert graphs() == 1
 
@@ -172,8 +189,16 @@ def test_of_points_of_all_kinds_at_once(case: str):
     """Also inside attention and a router, whose code stands in the place of a module's forward."""
     bridge = TransformerBridge(tiny(case))
     tokens, more = batch(bridge)
-    ends = ("hook_resid_mid", "attn.hook_pattern", "attn.hook_z", "ln1.hook_scale", "mlp.hook_router_probs")
-    names = [name for name in bridge.hook_dict if name.startswith("blocks.1") and name.endswith(ends)]
+    ends = (
+        "hook_resid_mid",
+        "attn.hook_pattern",
+        "attn.hook_z",
+        "ln1.hook_scale",
+        "mlp.hook_router_probs",
+    )
+    names = [
+        name for name in bridge.hook_dict if name.startswith("blocks.1") and name.endswith(ends)
+    ]
     for strength in (0.5, 2.0):
         factor = torch.tensor(strength)
         program = bridge.program(names, [(names, lambda act, hook, factor=factor: act * factor)])
@@ -201,7 +226,9 @@ def test_a_model_is_let_go_of_with_its_programs():
     bridge = TransformerBridge(tiny("llama-gqa"))
     tokens, more = batch(bridge)
     vector = torch.randn(32)
-    bridge.program(NAMES, [(AT, lambda act, hook: act + vector)]).compile(backend="eager")(tokens, **more)
+    bridge.program(NAMES, [(AT, lambda act, hook: act + vector)]).compile(backend="eager")(
+        tokens, **more
+    )
     model = weakref.ref(bridge.original_model)
     del bridge
     gc.collect()

@@ -1,4 +1,6 @@
-"""Runs the tests of compiled and exported programs where nothing checks types: what does cannot be traced."""
+"""Runs the tests of compiled and exported programs where nothing checks types: what does cannot be
+traced.
+"""
 
 from __future__ import annotations
 

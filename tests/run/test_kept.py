@@ -16,7 +16,9 @@ NEW = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos":
 
 @torch.no_grad()
 def test_what_was_recorded_is_not_written_to_by_a_later_point_of_its_place():
-    """In T5 the stream between and what the MLP reads are one tensor, and an edit of the second is made in place."""
+    """In T5 the stream between and what the MLP reads are one tensor, and an edit of the second is
+    made in place.
+    """
     bridge = TransformerBridge(adapters_tiny("t5"))
     names = ["encoder.1.hook_resid_mid", "encoder.1.hook_mlp_in"]
     clean = bridge.run_with_cache(TOKENS, names_filter=names)[1]
@@ -41,7 +43,9 @@ def test_a_compiled_block_is_as_it_was_after_it_was_passed_over():
 @pytest.mark.parametrize("name", ["blocks.1.ln1.hook_scale", "blocks.1.ln1.hook_normalized"])
 @torch.no_grad()
 def test_a_cache_of_a_norm_does_not_keep_the_stream(name):
-    """What could be computed later from larger tensors is computed in the run, unless everything is kept anyway."""
+    """What could be computed later from larger tensors is computed in the run, unless everything is
+    kept anyway.
+    """
     bridge = TransformerBridge(tiny("gpt2"))
     alive = []
     norm = bridge.original_model.transformer.h[1].ln_1
@@ -53,7 +57,9 @@ def test_a_cache_of_a_norm_does_not_keep_the_stream(name):
     assert torch.equal(whole[name], cache[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.uint8, torch.int32, torch.float16, torch.float64]
+)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_type_of_a_mask_is_no_matter(implementation, dtype):
     bridge = TransformerBridge(tiny("llama", implementation))

@@ -1,4 +1,6 @@
-"""Gradients at the norm before latent attention, and what a model that keeps no keys and values is asked for."""
+"""Gradients at the norm before latent attention, and what a model that keeps no keys and values is
+asked for.
+"""
 
 import copy
 
@@ -17,7 +19,11 @@ LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "glm4_moe_l
 def test_gradients_at_the_norm_before_latent_attention(kind):
     bridge = TransformerBridge(tiny_model(kind))
     tokens = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(1))
-    name = next(name for name in bridge.hook_dict if name.startswith("blocks.0.ln1") and name.endswith("hook_out"))
+    name = next(
+        name
+        for name in bridge.hook_dict
+        if name.startswith("blocks.0.ln1") and name.endswith("hook_out")
+    )
     module = bridge.original_model.get_submodule(bridge.hook_dict[name].point.site.path)
     out = []
 
@@ -81,7 +87,9 @@ def test_a_configuration_that_counts_its_layers_by_another_name():
 def test_two_names_of_the_keys_and_values_are_not_mixed():
     past = object()
     known = {"past_key_values", "use_cache"}
-    assert with_past_named({"cache": past, "past_key_values": None}, known) == {"past_key_values": past}
+    assert with_past_named({"cache": past, "past_key_values": None}, known) == {
+        "past_key_values": past
+    }
     assert with_past_named({"cache": past}, {"input_ids"}) == {"cache": past}
     both = {"cache": past, "past_key_values": object()}
     assert with_past_named(both, known) == both  # the model refuses it
@@ -108,8 +116,12 @@ def test_norms_of_latents_are_shown_and_edited(family: str, norm: str) -> None:
         x = entered[0].double()
         scale = (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()  # type: ignore[operator]
         start = f"blocks.0.attn.{norm}"
-        torch.testing.assert_close(cache[f"{start}.hook_scale"].double(), scale, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(cache[f"{start}.hook_normalized"].double(), x / scale, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            cache[f"{start}.hook_scale"].double(), scale, rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            cache[f"{start}.hook_normalized"].double(), x / scale, rtol=1e-5, atol=1e-6
+        )
         for point in ("hook_scale", "hook_normalized"):
             factor = 2.0 if point == "hook_scale" else 0.5
             edited = bridge.run_with_hooks(
@@ -134,9 +146,13 @@ def test_norms_inside_of_a_mixer_are_shown_and_edited(norm: str) -> None:
         scale = (entered[0].pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt()  # type: ignore[operator]
         start = f"blocks.0.mixer.{norm}"
         torch.testing.assert_close(cache[f"{start}.hook_scale"], scale, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(cache[f"{start}.hook_normalized"], entered[0] / scale, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            cache[f"{start}.hook_normalized"], entered[0] / scale, rtol=1e-5, atol=1e-6
+        )
         assert torch.equal(cache[f"{start}.hook_out"], cache[f"blocks.0.mixer.hook_{norm}"])
-        edited = bridge.run_with_hooks(tokens, fwd_hooks=[(f"{start}.hook_scale", lambda act, hook: act * 2)])
+        edited = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(f"{start}.hook_scale", lambda act, hook: act * 2)]
+        )
         with module.register_forward_hook(lambda _, given, made: made / 2):
             torch.testing.assert_close(edited, model(tokens).logits, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(edited, model(tokens).logits, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Results of runs that were wrong without a word: losses, masks, positions, filters, layers, replaced modules."""
+"""Results of runs that were wrong without a word: losses, masks, positions, filters, layers,
+replaced modules.
+"""
 
 import copy
 import gc
@@ -24,10 +26,15 @@ def mixtral() -> torch.nn.Module:
     torch.manual_seed(0)
     return MixtralForCausalLM(
         MixtralConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-            vocab_size=61, num_local_experts=4,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            vocab_size=61,
+            num_local_experts=4,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 @pytest.mark.parametrize("make", [*[lambda f=f: tiny(f) for f in FAMILIES], mixtral])
@@ -66,7 +73,15 @@ def test_a_bfloat16_loss_is_that_of_transformers(family, tokens):
 
 def test_padding_of_a_decoder_is_not_counted():
     torch.manual_seed(0)
-    config = T5Config(num_layers=2, d_model=16, d_kv=8, num_heads=2, d_ff=24, vocab_size=61, decoder_start_token_id=0)
+    config = T5Config(
+        num_layers=2,
+        d_model=16,
+        d_kv=8,
+        num_heads=2,
+        d_ff=24,
+        vocab_size=61,
+        decoder_start_token_id=0,
+    )
     model = T5ForConditionalGeneration(config).eval()
     bridge = TransformerBridge(model)
     source = torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -79,7 +94,11 @@ def test_padding_of_a_decoder_is_not_counted():
     labels = target[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
     torch.testing.assert_close(loss, cross_entropy(logits[:, :-1].transpose(1, 2), labels))
     each = bridge(
-        source, return_type="loss", loss_per_token=True, decoder_input_ids=target, decoder_attention_mask=mask
+        source,
+        return_type="loss",
+        loss_per_token=True,
+        decoder_input_ids=target,
+        decoder_attention_mask=mask,
     )
     assert torch.equal(each[1, 1:], torch.zeros(2))
 
@@ -94,10 +113,14 @@ def test_a_mask_holds_zero_and_one(bridge, tokens, value):
     mask = torch.ones(tokens.shape, dtype=torch.float32 if isinstance(value, float) else torch.long)
     mask[0, 0] = value
     for run in (bridge, lambda *a, **k: bridge.generate(*a, **k, max_new_tokens=1, verbose=False)):
-        with pytest.raises(ValueError, match=f"attention_mask holds {value}; it must be 1 for tokens and 0"):
+        with pytest.raises(
+            ValueError, match=f"attention_mask holds {value}; it must be 1 for tokens and 0"
+        ):
             run(tokens, attention_mask=mask)
     ones = torch.ones(tokens.shape)
-    assert torch.equal(bridge(tokens, attention_mask=ones), bridge(tokens, attention_mask=ones.bool()))
+    assert torch.equal(
+        bridge(tokens, attention_mask=ones), bridge(tokens, attention_mask=ones.bool())
+    )
 
 
 def test_a_tuple_of_positions_is_a_range(bridge, tokens):
@@ -105,7 +128,9 @@ def test_a_tuple_of_positions_is_a_range(bridge, tokens):
     for given, positions in (((1, 4), [1, 2, 3]), ((1, 8, 3), [1, 4, 7]), ([1, 4], [1, 4])):
         _, some = bridge.run_with_cache(tokens, pos_slice=given)
         assert torch.equal(some["resid_post", 1], whole["resid_post", 1][:, positions])
-        torch.testing.assert_close(some["pattern", 1], whole["pattern", 1][:, :, positions], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            some["pattern", 1], whole["pattern", 1][:, :, positions], atol=1e-6, rtol=0
+        )
         kept, forward, _ = bridge.get_caching_hooks("blocks.1.hook_resid_post", pos_slice=given)
         bridge.run_with_hooks(tokens, fwd_hooks=forward)
         assert torch.equal(kept["blocks.1.hook_resid_post"], whole["resid_post", 1][:, positions])
@@ -116,7 +141,9 @@ def test_a_residual_that_is_added_to_in_place_under_inference_mode(bridge, token
     _, expected = bridge.run_with_cache(tokens, names_filter=name)
     block = bridge.original_model.get_submodule(bridge.block_paths[1])
     with torch.inference_mode():
-        changes = block.register_forward_hook(lambda module, args, out: [None, args[0].add_(1.0)][0])
+        changes = block.register_forward_hook(
+            lambda module, args, out: [None, args[0].add_(1.0)][0]
+        )
         _, cache = bridge.run_with_cache(tokens, names_filter=name)
     changes.remove()
     assert torch.equal(cache[name], expected[name])
@@ -126,9 +153,13 @@ def test_a_residual_that_is_added_to_in_place_under_inference_mode(bridge, token
 @pytest.mark.parametrize("new", ["long", "bool", "int"])
 def test_a_hook_returns_numbers_of_the_points_kind(bridge, tokens, new):
     with pytest.raises(TypeError, match=r"returned torch\.\w+; the activation is torch.float32"):
-        bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: getattr(x, new)())])
+        bridge.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: getattr(x, new)())]
+        )
     assert torch_hooks(bridge.original_model) == 0
-    assert bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x.double())]).shape
+    assert bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x.double())]
+    ).shape
 
 
 def test_a_hook_returns_whole_numbers_at_a_point_of_indices(tokens):
@@ -142,13 +173,20 @@ def test_a_hook_returns_whole_numbers_at_a_point_of_indices(tokens):
 
 @pytest.mark.parametrize(
     "chosen",
-    [lambda n: n.endswith("hook_out"), lambda n: "hook_in" in n, lambda n: n.endswith("hook_result"), lambda n: True],
+    [
+        lambda n: n.endswith("hook_out"),
+        lambda n: "hook_in" in n,
+        lambda n: n.endswith("hook_result"),
+        lambda n: True,
+    ],
 )
 @pytest.mark.parametrize("make", [*[lambda f=f: tiny(f) for f in FAMILIES], mixtral])
 def test_a_filter_sees_every_name_and_alias(make, chosen):
     bridge = TransformerBridge(make())
     expected = [
-        name for name, hook in bridge.hook_dict.items() if chosen(name) or any(chosen(a) for a in hook.point.aliases)
+        name
+        for name, hook in bridge.hook_dict.items()
+        if chosen(name) or any(chosen(a) for a in hook.point.aliases)
     ]
     assert [hook.name for hook in bridge.select_hooks(chosen)] == expected
 
@@ -156,7 +194,9 @@ def test_a_filter_sees_every_name_and_alias(make, chosen):
 def test_hooks_on_a_layer_that_does_not_run_are_refused(bridge, tokens):
     seen = []
     with bridge.hooks(fwd_hooks=[("blocks.2.hook_mlp_out", lambda x, hook: seen.append(1))]):
-        with pytest.raises(ValueError, match=r"blocks.2.hook_mlp_out has a hook .* never be called"):
+        with pytest.raises(
+            ValueError, match=r"blocks.2.hook_mlp_out has a hook .* never be called"
+        ):
             bridge(tokens, stop_at_layer=1)
         bridge(tokens)
     with (
@@ -164,7 +204,9 @@ def test_hooks_on_a_layer_that_does_not_run_are_refused(bridge, tokens):
         pytest.raises(ValueError, match=r"blocks.0.hook_mlp_out"),
     ):
         bridge(torch.zeros(2, 9, 32), start_at_layer=1)
-    with bridge.hooks(fwd_hooks=[(lambda name: name.endswith("mlp_out"), lambda x, hook: seen.append(hook.name))]):
+    with bridge.hooks(
+        fwd_hooks=[(lambda name: name.endswith("mlp_out"), lambda x, hook: seen.append(hook.name))]
+    ):
         bridge(tokens, stop_at_layer=1)
     assert seen == [1, "blocks.0.hook_mlp_out"]
     inner = []
@@ -188,8 +230,12 @@ def test_a_users_own_hook_on_a_skipped_block_does_not_act(bridge, tokens, kind):
 
     blocks = [bridge.original_model.get_submodule(path) for path in bridge.block_paths]
     for block in blocks[:2]:
-        block.register_forward_pre_hook(own) if kind == "pre" else block.register_forward_hook(
-            lambda m, a, o: (calls.append(1), o[0] * 0 if isinstance(o, tuple) else o * 0)[1]
+        (
+            block.register_forward_pre_hook(own)
+            if kind == "pre"
+            else block.register_forward_hook(
+                lambda m, a, o: (calls.append(1), o[0] * 0 if isinstance(o, tuple) else o * 0)[1]
+            )
         )
     assert torch.equal(bridge(residual, start_at_layer=2), expected)
     assert not calls
@@ -233,7 +279,9 @@ def test_a_block_replaced_under_its_hooks_is_refused(hf, tokens, name, how):
     run = {
         "run": lambda: bridge(tokens),
         "direct": lambda: hf(tokens),
-        "generate": lambda: bridge.generate(tokens, max_new_tokens=1, verbose=False, do_sample=False),
+        "generate": lambda: bridge.generate(
+            tokens, max_new_tokens=1, verbose=False, do_sample=False
+        ),
     }[how]
     with bridge.hooks(fwd_hooks=[(name, zero)]):
         run()
@@ -278,7 +326,9 @@ def test_positions_of_rows_padded_in_front(bridge, hf, tokens):
     mask[0, :3] = 0
     theirs = hf(tokens, attention_mask=mask).logits
     alone = bridge(tokens[:1, 3:])
-    torch.testing.assert_close(bridge(tokens, attention_mask=mask)[:1, 3:], alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        bridge(tokens, attention_mask=mask)[:1, 3:], alone, atol=1e-5, rtol=1e-4
+    )
     positions = torch.arange(tokens.shape[1])[None]
     assert torch.equal(bridge(tokens, attention_mask=mask, position_ids=positions), theirs)
     bridge.cfg.positions_from_mask = False
@@ -288,27 +338,38 @@ def test_positions_of_rows_padded_in_front(bridge, hf, tokens):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["roberta", "yoso"])
 def test_positions_of_a_model_whose_first_is_not_zero(kind):
-    """RoBERTa's first token is at the place after padding's, YOSO's at 2: as the model has it, in a program too."""
+    """RoBERTa's first token is at the place after padding's, YOSO's at 2: as the model has it, in a
+    program too.
+    """
     model = tiny_model(kind, "masked", num_hidden_layers=1)
     bridge, padding = TransformerBridge(model), model.config.pad_token_id
     tokens = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
-    assert torch.equal(bridge.program()(tokens, attention_mask=mask)["logits"], model(tokens, mask).logits)
+    assert torch.equal(
+        bridge.program()(tokens, attention_mask=mask)["logits"], model(tokens, mask).logits
+    )
     with bridge.hooks([("embed.hook_pos_embed", lambda x, hook: seen.append(x[-1]))]):
         seen: list[Tensor] = []
         bridge(tokens[1:, 3:])
         mask[1, :3] = 0
-        for ids in (tokens.where(mask.bool(), padding), tokens):  # what stands under the mask is no matter
+        for ids in (
+            tokens.where(mask.bool(), padding),
+            tokens,
+        ):  # what stands under the mask is no matter
             logits = bridge(ids, attention_mask=mask)
             assert torch.equal(seen[0], seen[-1][3:])
             assert torch.equal(bridge.program()(ids, attention_mask=mask)["logits"], logits)
     if kind == "roberta":
         padded = tokens.where(mask.bool(), padding)
-        assert torch.equal(bridge(padded, attention_mask=mask), model(padded, attention_mask=mask).logits)
+        assert torch.equal(
+            bridge(padded, attention_mask=mask), model(padded, attention_mask=mask).logits
+        )
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT asks for it
 @pytest.mark.parametrize("how", ["replaced", "PEFT"])
 def test_positions_follow_embeddings_that_are_exchanged_between_two_runs(how):
     """How a model counts positions is asked in each run, of what stands around its blocks then."""
@@ -322,7 +383,9 @@ def test_positions_follow_embeddings_that_are_exchanged_between_two_runs(how):
     config.pad_token_id = padding + 4
     exchanged = type(model.roberta.embeddings)(config).eval()
     if how == "PEFT":
-        bridge = TransformerBridge(peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])).eval())
+        bridge = TransformerBridge(
+            peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"])).eval()
+        )
     model.roberta.embeddings = exchanged
     after = bridge(tokens, attention_mask=mask)
     padded = tokens.where(mask.bool(), config.pad_token_id)

@@ -1,4 +1,5 @@
-"""What runs leave behind: nothing. After a thousand of each kind as many objects live as after a hundred.
+"""What runs leave behind: nothing. After a thousand of each kind as many objects live as after a
+hundred.
 
 By default there are a hundred of each; ``MATRIX=all`` in the environment makes it a thousand.
 """
@@ -20,7 +21,15 @@ from bridge import TransformerBridge
 from bridge.patching import get_act_patch_resid_pre
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
-SIZES = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_head": 4, "d_vocab": 10, "n_ctx": 8, "act_fn": "gelu"}
+SIZES = {
+    "n_layers": 1,
+    "d_model": 8,
+    "n_heads": 2,
+    "d_head": 4,
+    "d_vocab": 10,
+    "n_ctx": 8,
+    "act_fn": "gelu",
+}
 NEW = {"max_new_tokens": 1, "do_sample": False, "verbose": False}
 
 
@@ -54,8 +63,16 @@ def cached_for_good(bridge: TransformerBridge) -> None:
     bridge.reset_hooks()
 
 
-HALVE = [("blocks.0.attn.hook_pattern", lambda x, hook: x * 0.5), ("blocks.0.hook_resid_pre", lambda x, hook: x * 0.5)]
-ALL = ["hook_embed", "blocks.0.hook_resid_mid", "blocks.0.attn.hook_result", "blocks.0.attn.hook_pattern"]
+HALVE = [
+    ("blocks.0.attn.hook_pattern", lambda x, hook: x * 0.5),
+    ("blocks.0.hook_resid_pre", lambda x, hook: x * 0.5),
+]
+ALL = [
+    "hook_embed",
+    "blocks.0.hook_resid_mid",
+    "blocks.0.attn.hook_result",
+    "blocks.0.attn.hook_pattern",
+]
 KINDS: dict[str, Callable[[TransformerBridge], Any]] = {
     "run": lambda b: b(TOKENS),
     "loss": lambda b: b(TOKENS, return_type="loss").backward(),
@@ -66,10 +83,14 @@ KINDS: dict[str, Callable[[TransformerBridge], Any]] = {
     "cache-gradients": lambda b: b.run_with_cache(TOKENS, return_type="loss", incl_bwd=True),
     "callback": lambda b: b.run_with_callback(TOKENS, lambda x, point: None),
     "hooks": lambda b: b.run_with_hooks(TOKENS, fwd_hooks=HALVE),
-    "gradient-hooks": lambda b: b.run_with_hooks(
-        TOKENS, bwd_hooks=[(ALL, lambda x, hook: None)], return_type="loss"
-    ).backward(),
-    "graph-dropped": lambda b: b.run_with_hooks(TOKENS, bwd_hooks=[(ALL, lambda x, hook: x)], return_type="loss"),
+    "gradient-hooks": (
+        lambda b: b.run_with_hooks(
+            TOKENS, bwd_hooks=[(ALL, lambda x, hook: None)], return_type="loss"
+        ).backward()
+    ),
+    "graph-dropped": lambda b: b.run_with_hooks(
+        TOKENS, bwd_hooks=[(ALL, lambda x, hook: x)], return_type="loss"
+    ),
     "added-hooks": added,
     "caching-hooks": cached_for_good,
     "layers": lambda b: b(b(TOKENS, stop_at_layer=1), start_at_layer=1),
@@ -88,7 +109,8 @@ KINDS: dict[str, Callable[[TransformerBridge], Any]] = {
     ),
 }
 TIMES = 1000 if os.environ.get("MATRIX") == "all" else 100
-#: Those that make bridges or copies of models, whose parts know each other; or are made of torch's own cycles.
+#: Those that make bridges or copies of models, whose parts know each other; or are made of torch's
+#: own cycles.
 MAKES_CYCLES = ("copy", "new-bridge")
 #: Those that take several milliseconds each run a tenth as often, with the same bound.
 SLOW = ("stream", "stream-left", "generate", "generate-cache", "patching", "copy", "new-bridge")
@@ -124,13 +146,17 @@ def test_memory_is_flat(small, kind):
         run(small)
     more_tensors, more_objects = alive()
     assert more_tensors <= tensors
-    assert more_objects - objects < max(times // 10, 10)  # caches of Python's own; a leak is one in each run
+    assert more_objects - objects < max(
+        times // 10, 10
+    )  # caches of Python's own; a leak is one in each run
 
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in MAKES_CYCLES])
 def test_nothing_waits_for_a_collection(small, kind):
-    """What a run held, a user's function and all that it holds, is free when the run is over, not some time later."""
+    """What a run held, a user's function and all that it holds, is free when the run is over, not
+    some time later.
+    """
     KINDS[kind](small)
     gc.collect()
     gc.disable()
@@ -149,7 +175,9 @@ def test_nothing_waits_for_a_collection(small, kind):
 @pytest.mark.unchecked
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_the_model(kind):
-    """No module, tensor or thread is alive after the bridge, the model and what a run returned are dropped."""
+    """No module, tensor or thread is alive after the bridge, the model and what a run returned are
+    dropped.
+    """
     threads = threading.active_count()
     bridge = TransformerBridge.boot_native(SIZES).eval()
     result = KINDS[kind](bridge)
@@ -164,7 +192,9 @@ def test_nothing_outlives_the_model(kind):
     try:
         del bridge, result
         if kind not in MAKES_CYCLES:
-            assert not [x() for x in gone if x() is not None], "a model's memory is free at once, not some time later"
+            assert not [x() for x in gone if x() is not None], (
+                "a model's memory is free at once, not some time later"
+            )
     finally:
         gc.enable()
     gc.collect()
@@ -173,7 +203,9 @@ def test_nothing_outlives_the_model(kind):
 
 
 def test_what_is_kept_of_a_bridge_keeps_what_it_needs():
-    """A component reads its weights; hooks stay on a model whose bridge nobody holds; a hook point is of a model."""
+    """A component reads its weights; hooks stay on a model whose bridge nobody holds; a hook point
+    is of a model.
+    """
     model = TransformerBridge.boot_native(SIZES).eval().original_model
     plain = model(TOKENS).logits
     (handle,) = TransformerBridge(model).add_hook("blocks.0.hook_resid_post", lambda x, hook: x * 0)

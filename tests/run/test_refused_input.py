@@ -1,4 +1,6 @@
-"""Input that a model cannot take is refused before anything runs, by name, and leaves everything as it was."""
+"""Input that a model cannot take is refused before anything runs, by name, and leaves everything as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import nn
 
 from adapters.registry import UnsupportedModelError
 from bridge import TransformerBridge
-from bridge.hooks.arguments import CannotBeDoneError
+from bridge.arguments import CannotBeDoneError
 from bridge.run.tokenization import TokenizerFacts
 from tests.adapters.test_verify_all import tiny
 from tests.conftest import torch_hooks
@@ -26,7 +28,11 @@ def bridge(request: pytest.FixtureRequest) -> TransformerBridge:
 
 
 WRONG_INPUT = {
-    "id-too-high": (torch.tensor([[1, 2], [3, 61]]), ValueError, r"token id 61 at \[1, 1\]; \w+ has ids .* = 60"),
+    "id-too-high": (
+        torch.tensor([[1, 2], [3, 61]]),
+        ValueError,
+        r"token id 61 at \[1, 1\]; \w+ has ids .* = 60",
+    ),
     "id-far-too-high": ([[1, 2**40]], ValueError, r"token id 1099511627776 at \[0, 1\]"),
     "id-below-zero": (torch.tensor([[1, -1]]), ValueError, r"token id -1 at \[0, 1\]"),
     "float-tokens": (
@@ -40,17 +46,37 @@ WRONG_INPUT = {
     "ragged": ([[1, 2], [3]], ValueError, "rows of the input have 2, 1 tokens; pad them"),
     "ragged-tensors": ([torch.tensor([1, 2]), torch.tensor([3])], TypeError, "must be one tensor"),
     "row-among-ids": ([[1, 2], 3], TypeError, "row 1 of the input is 3"),
-    "zero-batch": (torch.zeros(0, 3, dtype=torch.long), ValueError, r"no rows: its shape is \[0, 3\]"),
-    "zero-length": (torch.zeros(2, 0, dtype=torch.long), ValueError, r"no tokens: its shape is \[2, 0\]"),
+    "zero-batch": (
+        torch.zeros(0, 3, dtype=torch.long),
+        ValueError,
+        r"no rows: its shape is \[0, 3\]",
+    ),
+    "zero-length": (
+        torch.zeros(2, 0, dtype=torch.long),
+        ValueError,
+        r"no tokens: its shape is \[2, 0\]",
+    ),
     "empty-list": ([], ValueError, "the list is empty"),
     "empty-row": ([[]], ValueError, "its rows are empty"),
-    "none": (None, TypeError, "there is no input: give a text|the input is NoneType; it must be a text"),
+    "none": (
+        None,
+        TypeError,
+        "there is no input: give a text|the input is NoneType; it must be a text",
+    ),
     "text-among-ids": ([1, "a"], TypeError, "holds 'a'; tokens must be whole numbers"),
     "id-among-texts": (["a", 1], TypeError, "text 1 is 1, which is no string"),
     "narrow-embeddings": (torch.zeros(1, 3, 5), ValueError, r"d_model=32\], not \[1, 3, 5\]"),
     "empty-embeddings": (torch.zeros(0, 3, 32), ValueError, "no tokens: the embeddings have shape"),
-    "wide-type-embeddings": (torch.zeros(1, 3, 32, dtype=torch.float64), TypeError, r"use \.to\(torch\.float32\)"),
-    "four-axes": (torch.zeros(1, 1, 1, 1, dtype=torch.long), ValueError, r"\[pos\] or \[batch, pos\]"),
+    "wide-type-embeddings": (
+        torch.zeros(1, 3, 32, dtype=torch.float64),
+        TypeError,
+        r"use \.to\(torch\.float32\)",
+    ),
+    "four-axes": (
+        torch.zeros(1, 1, 1, 1, dtype=torch.long),
+        ValueError,
+        r"\[pos\] or \[batch, pos\]",
+    ),
 }
 
 
@@ -60,7 +86,11 @@ def test_wrong_input(bridge, case):
     wrong, error, words = WRONG_INPUT[case]
     before = {name: p.clone() for name, p in bridge.original_model.named_parameters()}
     calls = [lambda: bridge(wrong), lambda: bridge.run_with_cache(wrong)]
-    calls.append(lambda: bridge.run_with_hooks(wrong, fwd_hooks=[(next(iter(bridge.hook_dict)), lambda x, hook: x)]))
+    calls.append(
+        lambda: bridge.run_with_hooks(
+            wrong, fwd_hooks=[(next(iter(bridge.hook_dict)), lambda x, hook: x)]
+        )
+    )
     if bridge.core.can_generate():
         calls += [lambda: bridge.generate(wrong, verbose=False), lambda: bridge.hf_generate(wrong)]
         calls.append(lambda: list(bridge.generate_stream(wrong, verbose=False)))
@@ -74,7 +104,9 @@ def test_wrong_input(bridge, case):
     assert all(torch.equal(before[name], p) for name, p in bridge.original_model.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32]
+)
 def test_every_type_of_whole_number(bridge, dtype):
     narrow = TOKENS.to(dtype)
     assert torch.equal(bridge(narrow), bridge(TOKENS))
@@ -101,7 +133,11 @@ def test_a_tokenizer_given_as_a_string():
 
 
 def test_mistyped_methods(bridge):
-    for wrong, right in (("run_with_cahce", "run_with_cache"), ("generat", "generate"), ("to_token", "to_tokens")):
+    for wrong, right in (
+        ("run_with_cahce", "run_with_cache"),
+        ("generat", "generate"),
+        ("to_token", "to_tokens"),
+    ):
         with pytest.raises(AttributeError, match=f"has no '{wrong}'.* {right}"):
             getattr(bridge, wrong)
 
@@ -131,9 +167,13 @@ def test_positions_out_of_range(bridge, pos_slice):
 @pytest.mark.parametrize("return_type", ["loss", "both", "predictions"])
 def test_a_loss_needs_all_logits(return_type):
     bridge = TransformerBridge(tiny("llama-gqa"))
-    with pytest.raises(ValueError, match=f"return_type='{return_type}' needs the logits of every position"):
+    with pytest.raises(
+        ValueError, match=f"return_type='{return_type}' needs the logits of every position"
+    ):
         bridge(TOKENS, return_type=return_type, logits_to_keep=1)
-    assert torch.equal(bridge(TOKENS, logits_to_keep=1), bridge.original_model(TOKENS, logits_to_keep=1).logits)
+    assert torch.equal(
+        bridge(TOKENS, logits_to_keep=1), bridge.original_model(TOKENS, logits_to_keep=1).logits
+    )
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
@@ -146,7 +186,9 @@ def test_a_block_that_was_deleted(case):
     for call in (
         lambda: bridge.run_with_cache(TOKENS),
         lambda: bridge.run_with_cache(TOKENS, names_filter="blocks.1.hook_resid_pre"),
-        lambda: bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: x)]),
+        lambda: bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: x)]
+        ),
         lambda: bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: x),
         lambda: bridge(TOKENS, stop_at_layer=2),
         lambda: bridge(torch.zeros(1, 2, 32), start_at_layer=2),
@@ -163,19 +205,31 @@ def test_a_block_that_was_deleted(case):
 def test_data_parallel():
     for wrapper in (nn.DataParallel,):
         with pytest.raises(
-            UnsupportedModelError, match=r"hooks do not reach: wrap the GPT2LMHeadModel in its \.module"
+            UnsupportedModelError,
+            match=r"hooks do not reach: wrap the GPT2LMHeadModel in its \.module",
         ):
             TransformerBridge(wrapper(tiny("gpt2")))
 
 
 def test_remote_code_with_a_known_name():
-    """A class of another package that is called as one of transformers' is not taken for it; a subclass is."""
+    """A class of another package that is called as one of transformers' is not taken for it; a
+    subclass is.
+    """
     remote = types.ModuleType("transformers_modules.someone.modeling_llama")
-    base = type("LlamaPreTrainedModel", (transformers.PreTrainedModel,), {"__module__": remote.__name__})
+    base = type(
+        "LlamaPreTrainedModel", (transformers.PreTrainedModel,), {"__module__": remote.__name__}
+    )
     fields = {"__module__": remote.__name__, "config_class": transformers.LlamaConfig}
     cls = type("LlamaForCausalLM", (base,), fields)
-    model = cls(transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9))
-    with pytest.raises(UnsupportedModelError, match=r"not transformers' own: its LlamaPreTrainedModel is from transf"):
+    model = cls(
+        transformers.LlamaConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        )
+    )
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"not transformers' own: its LlamaPreTrainedModel is from transf",
+    ):
         TransformerBridge(model)
     own = type("Ours", (transformers.LlamaForCausalLM,), {"__module__": "someone"})
     bridge = TransformerBridge(own(tiny("llama-gqa").config).eval())

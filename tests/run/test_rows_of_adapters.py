@@ -1,4 +1,6 @@
-"""A batch whose rows have different LoRA adapters (``adapter_names=``): each row is what it is alone."""
+"""A batch whose rows have different LoRA adapters (``adapter_names=``): each row is what it is
+alone.
+"""
 
 import pytest
 import torch
@@ -68,7 +70,9 @@ def test_results_of_heads_are_of_each_rows_own_adapter(mixed):
     bridge, tokens = mixed
     names = "blocks.1.attn.hook_result"
     _, cache = bridge.run_with_cache(tokens, adapter_names=NAMES, names_filter=names)
-    expected = alone(bridge, tokens, lambda row: bridge.run_with_cache(row, names_filter=names)[1]["result", 1])
+    expected = alone(
+        bridge, tokens, lambda row: bridge.run_with_cache(row, names_filter=names)[1]["result", 1]
+    )
     torch.testing.assert_close(cache["result", 1], expected, rtol=1e-4, atol=1e-5)
     _, cache = bridge.run_with_cache(tokens, adapter_names=NAMES)
     with pytest.raises(ValueError, match="each row of this run had adapters of its own"):
@@ -81,7 +85,9 @@ def test_each_row_is_continued_with_its_own_adapter(mixed, way):
     given = {"max_new_tokens": 5, "do_sample": False, "verbose": False, "stop_at_eos": False, **way}
     with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_result", Scale(0.3, heads=2))]):
         together = bridge.generate(tokens, adapter_names=NAMES, **given)
-        assert torch.equal(together, alone(bridge, tokens, lambda row: bridge.generate(row, **given)))
+        assert torch.equal(
+            together, alone(bridge, tokens, lambda row: bridge.generate(row, **given))
+        )
 
 
 @torch.no_grad()

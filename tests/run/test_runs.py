@@ -65,7 +65,9 @@ def test_ids_are_those_of_the_embedding_that_is_there_now(tokens):
     for length in (2, 600):  # looked at one by one, and by a kernel
         for bad in (3, -1):
             ids = torch.tensor([0] * length + [bad])
-            with pytest.raises(ValueError, match=rf"token id {bad} at \[0, {length}\].* from 0 to d_vocab - 1 = 2"):
+            with pytest.raises(
+                ValueError, match=rf"token id {bad} at \[0, {length}\].* from 0 to d_vocab - 1 = 2"
+            ):
                 bridge(ids)
 
 
@@ -78,22 +80,29 @@ def test_model_arguments_pass_through(bridge, hf, tokens):
     mask[:, :3] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     assert torch.equal(
-        bridge(tokens, attention_mask=mask), hf(tokens, attention_mask=mask, position_ids=positions).logits
+        bridge(tokens, attention_mask=mask),
+        hf(tokens, attention_mask=mask, position_ids=positions).logits,
     )
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, -1])
 def test_starting_and_stopping(bridge, tokens, layer):
-    _, cache = bridge.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_resid_pre"))
+    _, cache = bridge.run_with_cache(
+        tokens, names_filter=lambda name: name.endswith("hook_resid_pre")
+    )
     residual = bridge(tokens, stop_at_layer=layer)
     assert torch.equal(residual, cache["resid_pre", layer])
-    torch.testing.assert_close(bridge(residual, start_at_layer=layer), bridge(tokens), atol=0, rtol=0)
+    torch.testing.assert_close(
+        bridge(residual, start_at_layer=layer), bridge(tokens), atol=0, rtol=0
+    )
     assert torch_hooks(bridge.original_model) == 0
 
 
 def test_stopping_after_the_last_layer(bridge, tokens):
     residual = bridge(tokens, stop_at_layer=3)
-    assert torch.equal(residual, bridge.run_with_cache(tokens, names_filter="ln_final.hook_in")[1]["resid_post", 2])
+    assert torch.equal(
+        residual, bridge.run_with_cache(tokens, names_filter="ln_final.hook_in")[1]["resid_post", 2]
+    )
     assert torch.equal(bridge(residual, start_at_layer=3), bridge(tokens))
 
 
@@ -133,7 +142,9 @@ def test_layers_out_of_range(bridge, tokens):
     with pytest.raises(ValueError, match=r"blocks.2.hook_resid_pre does not run with"):
         bridge.run_with_cache(tokens, names_filter="blocks.2.hook_resid_pre", stop_at_layer=2)
     with pytest.raises(ValueError, match=r"hook_embed does not run with"):
-        bridge.run_with_hooks(residual, fwd_hooks=[("hook_embed", lambda x, hook: x)], start_at_layer=1)
+        bridge.run_with_hooks(
+            residual, fwd_hooks=[("hook_embed", lambda x, hook: x)], start_at_layer=1
+        )
 
 
 def test_persistent_hooks_respect_the_layers_that_run(bridge, tokens):
@@ -143,7 +154,9 @@ def test_persistent_hooks_respect_the_layers_that_run(bridge, tokens):
     seen.clear()
     bridge(residual, start_at_layer=1)
     assert seen
-    assert all(not name.startswith(("blocks.0", "hook_embed", "embed", "hook_pos")) for name in seen)
+    assert all(
+        not name.startswith(("blocks.0", "hook_embed", "embed", "hook_pos")) for name in seen
+    )
     bridge.reset_hooks()
 
 
@@ -157,13 +170,17 @@ def test_what_a_cache_keeps(bridge, tokens):
     for name, value in last.items():
         whole = cache[name]
         if name.endswith(("hook_pattern", "hook_attn_scores")):
-            torch.testing.assert_close(value, whole[:, :, -1:], atol=1e-6, rtol=0)  # of these queries alone
+            torch.testing.assert_close(
+                value, whole[:, :, -1:], atol=1e-6, rtol=0
+            )  # of these queries alone
         else:
             assert torch.equal(value, whole[:, -1:]), name
     _, some = bridge.run_with_cache(tokens, names_filter="hook_embed", pos_slice=[0, 3])
     assert torch.equal(some["hook_embed"], cache["hook_embed"][:, [0, 3]])
     _, single = bridge.run_with_cache(tokens[:1], remove_batch_dim=True)
-    assert torch.equal(single["resid_post", 1], bridge.run_with_cache(tokens[:1])[1]["resid_post", 1][0])
+    assert torch.equal(
+        single["resid_post", 1], bridge.run_with_cache(tokens[:1])[1]["resid_post", 1][0]
+    )
     with pytest.raises(ValueError, match="cannot remove a batch axis of 2"):
         bridge.run_with_cache(tokens, remove_batch_dim=True)
     _, moved = bridge.run_with_cache(tokens, device="meta")
@@ -219,21 +236,27 @@ def test_caching_hooks_without_the_batch_axis(bridge, tokens):
         bridge.run_with_hooks(tokens, fwd_hooks=forward)
     assert not cache
     bridge.run_with_hooks(tokens[:1], fwd_hooks=forward)
-    assert torch.equal(cache[name], bridge.run_with_cache(tokens[:1], names_filter=name)[1][name][0, 1:4])
+    assert torch.equal(
+        cache[name], bridge.run_with_cache(tokens[:1], names_filter=name)[1][name][0, 1:4]
+    )
 
 
 @pytest.mark.unchecked
 @pytest.mark.parametrize("add", [False, True])
 def test_positions_of_caching_hooks_are_refused_before_a_run(bridge, add):
     make = bridge.add_caching_hooks if add else bridge.get_caching_hooks
-    with pytest.raises(TypeError, match=r"pos_slice is 1\.5; it must be an index, a slice, or a list of indices"):
+    with pytest.raises(
+        TypeError, match=r"pos_slice is 1\.5; it must be an index, a slice, or a list of indices"
+    ):
         make("blocks.0.hook_resid_pre", pos_slice=1.5)
     assert not any(point.listeners for point in bridge.hook_dict.values())
 
 
 def test_caching_hooks(bridge, tokens):
     cache, forward, backward = bridge.get_caching_hooks("blocks.0.hook_resid_pre", incl_bwd=True)
-    bridge.run_with_hooks(tokens, fwd_hooks=forward, bwd_hooks=backward, return_type="loss").backward()
+    bridge.run_with_hooks(
+        tokens, fwd_hooks=forward, bwd_hooks=backward, return_type="loss"
+    ).backward()
     assert list(cache) == ["blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre_grad"]
     persistent = bridge.add_caching_hooks("blocks.0.hook_resid_pre")
     bridge(tokens)
@@ -243,7 +266,11 @@ def test_caching_hooks(bridge, tokens):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_equal_their_solo_runs(embedded, side):
-    texts = ["Mary", "When Mary and John went to the store, John gave a drink to", "Mary and John went"]
+    texts = [
+        "Mary",
+        "When Mary and John went to the store, John gave a drink to",
+        "Mary and John went",
+    ]
     logits, cache = embedded.run_with_cache(texts, padding_side=side)
     losses = embedded(texts, padding_side=side, return_type="loss", loss_per_token=True)
     predictions = embedded(texts, padding_side=side, return_type="predictions")
@@ -254,14 +281,19 @@ def test_padded_rows_equal_their_solo_runs(embedded, side):
         torch.testing.assert_close(logits[i, rows], solo[0], atol=1e-4, rtol=1e-4)
         pairs = slice(losses.shape[1] - n + 1, None) if side == "left" else slice(0, n - 1)
         torch.testing.assert_close(
-            losses[i, pairs], embedded(text, return_type="loss", loss_per_token=True)[0], atol=1e-4, rtol=1e-4
+            losses[i, pairs],
+            embedded(text, return_type="loss", loss_per_token=True)[0],
+            atol=1e-4,
+            rtol=1e-4,
         )
         torch.testing.assert_close(losses[i].sum(), losses[i, pairs].sum())
         assert predictions[i] == embedded(text, return_type="predictions")
         for name, value in solo_cache.items():
             batched = cache[name][i]
             if name.endswith(("hook_pattern", "hook_attn_scores")):
-                torch.testing.assert_close(batched[:, rows, rows], value[0], atol=1e-4, rtol=1e-4, msg=name)
+                torch.testing.assert_close(
+                    batched[:, rows, rows], value[0], atol=1e-4, rtol=1e-4, msg=name
+                )
             else:
                 torch.testing.assert_close(batched[rows], value[0], atol=1e-4, rtol=1e-4, msg=name)
 
@@ -271,10 +303,15 @@ def test_loss_of_a_padded_batch_counts_real_tokens_only():
     tokens = torch.tensor([[1, 2, 3, 4], [0, 0, 1, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     expected = torch.cat(
-        [lm_loss(logits[:1], tokens[:1], per_token=True)[0], lm_loss(logits[1:, 2:], tokens[1:, 2:], per_token=True)[0]]
+        [
+            lm_loss(logits[:1], tokens[:1], per_token=True)[0],
+            lm_loss(logits[1:, 2:], tokens[1:, 2:], per_token=True)[0],
+        ]
     )
     torch.testing.assert_close(lm_loss(logits, tokens, mask), expected.mean())
-    logits[1, :2] = torch.nan  # what a padded position computes is no number, where it may read nothing
+    logits[1, :2] = (
+        torch.nan
+    )  # what a padded position computes is no number, where it may read nothing
     torch.testing.assert_close(lm_loss(logits, tokens, mask), expected.mean())
     assert lm_loss(logits, tokens, mask, per_token=True)[1, :2].tolist() == [0, 0]
 
@@ -282,7 +319,9 @@ def test_loss_of_a_padded_batch_counts_real_tokens_only():
 @pytest.mark.unchecked
 def test_a_mask_of_another_shape_is_no_mask_of_the_loss():
     tokens = torch.tensor([[1, 2, 3, 4], [0, 0, 1, 2]])
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 4\], and the tokens \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \[1, 4\], and the tokens \[2, 4\]"
+    ):
         lm_loss(
             torch.randn(2, 4, 5), tokens, tokens[:1]
         )  # it would count one row's tokens, and add up two rows' losses
@@ -300,7 +339,9 @@ def test_headless_and_other_heads(tokens):
 
 
 def test_caching_hooks_can_be_left_in_place(bridge, tokens):
-    _, cache = bridge.run_with_cache(tokens, names_filter="blocks.1.hook_resid_pre", reset_hooks_end=False)
+    _, cache = bridge.run_with_cache(
+        tokens, names_filter="blocks.1.hook_resid_pre", reset_hooks_end=False
+    )
     first = cache["resid_pre", 1].clone()
     bridge(tokens + 1)
     assert not torch.equal(cache["resid_pre", 1], first)
@@ -309,7 +350,9 @@ def test_caching_hooks_can_be_left_in_place(bridge, tokens):
     assert torch_hooks(bridge.original_model) == 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "granitemoe", "falcon_h1", "ctrl", "biogpt", "xglm"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2", "granite", "granitemoe", "falcon_h1", "ctrl", "biogpt", "xglm"]
+)
 def test_rows_of_W_E_in_place_of_tokens_are_their_run(kind, tokens):
     bridge = TransformerBridge(tiny_model(kind))
     model, rows = bridge.original_model, bridge.W_E[tokens]

@@ -27,7 +27,10 @@ def test_a_run_in_a_hook_is_a_run_of_its_own(tokens):
     assert torch.equal(outer.run_with_hooks(tokens, fwd_hooks=hook, stop_at_layer=2), residual)
     assert torch.equal(results[1], plain)
     results.clear()
-    assert torch.equal(outer.run_with_hooks(outer(tokens, stop_at_layer=0), fwd_hooks=hook, start_at_layer=0), plain)
+    assert torch.equal(
+        outer.run_with_hooks(outer(tokens, stop_at_layer=0), fwd_hooks=hook, start_at_layer=0),
+        plain,
+    )
     assert torch.equal(results[1], plain)
 
     seen = []
@@ -67,7 +70,13 @@ def test_a_run_in_a_hook_leaves_the_cache_alone(bridge, tokens):
 
 def test_a_run_in_a_hook_leaves_the_cache_of_a_generation_alone(tokens):
     bridge = TransformerBridge(tiny("llama"))
-    given = {"max_new_tokens": 3, "do_sample": False, "return_type": "tokens", "return_cache": True, "verbose": False}
+    given = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "return_type": "tokens",
+        "return_cache": True,
+        "verbose": False,
+    }
     made, expected = bridge.generate(tokens, **given)
     running = []
 
@@ -161,7 +170,7 @@ def test_adding_to_many_points_is_all_or_nothing(bridge):
     watch = lambda g, hook: None
     bridge.add_hook("blocks.1.hook_q_input", lambda x, hook: x)
     before = torch_hooks(bridge.original_model)
-    with pytest.raises(ValueError, match="cannot be had together"):
+    with pytest.raises(ValueError, match="cannot be used together"):
         bridge.add_hook(["blocks.0.hook_resid_pre", "blocks.1.ln1.hook_scale"], watch, "bwd")
     assert torch_hooks(bridge.original_model) == before
     assert not bridge.blocks[0].hook_resid_pre.listeners
@@ -178,7 +187,9 @@ def test_attribution_patching_over_all_points(bridge, tokens):
         kept[hook.name + "_grad"] = g.detach()
 
     bridge.add_hook(lambda name: not any(own in name for own in ("_input", "attn_in")), forward)
-    bridge.add_hook(lambda name: not any(own in name for own in ("_input", "attn_in")), backward, "bwd")
+    bridge.add_hook(
+        lambda name: not any(own in name for own in ("_input", "attn_in")), backward, "bwd"
+    )
     bridge(tokens, return_type="loss").backward()
     bridge.reset_hooks()
     standard = [name for name, hook in bridge.hook_dict.items() if hook.point.group == "standard"]
@@ -189,20 +200,28 @@ def test_in_place_changes_of_gradients_and_of_data_count(bridge, tokens):
     embed = bridge.original_model.get_input_embeddings().weight
 
     def gradient(hook):
-        loss = bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[("blocks.1.hook_mlp_out", hook)])
+        loss = bridge.run_with_hooks(
+            tokens, return_type="loss", bwd_hooks=[("blocks.1.hook_mlp_out", hook)]
+        )
         return torch.autograd.grad(loss, embed)[0]
 
-    assert torch.equal(gradient(lambda g, hook: g * 0), gradient(lambda g, hook: (g.zero_(), None)[1]))
+    assert torch.equal(
+        gradient(lambda g, hook: g * 0), gradient(lambda g, hook: (g.zero_(), None)[1])
+    )
     with torch.no_grad():
 
         def by_data(x, hook):
             x.data.zero_()
 
         wipe = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", by_data)])
-        zeroed = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
+        zeroed = bridge.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)]
+        )
     assert torch.equal(wipe, zeroed)
     with pytest.raises(TypeError, match=r"backward hook .* returned float"):
-        bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[("hook_embed", lambda g, hook: 0.0)]).backward()
+        bridge.run_with_hooks(
+            tokens, return_type="loss", bwd_hooks=[("hook_embed", lambda g, hook: 0.0)]
+        ).backward()
 
 
 @pytest.mark.parametrize("part", ["model", "forward", "block"])
@@ -216,7 +235,9 @@ def test_compiled_models_run_hooks(tokens, part):
         model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     bridge = TransformerBridge(torch.compile(model, backend="eager") if part == "model" else model)
     torch.testing.assert_close(bridge(tokens), plain)
-    zeroed = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
+    zeroed = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)]
+    )
     expected = TransformerBridge(tiny("llama")).run_with_hooks(
         tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)]
     )
@@ -237,7 +258,9 @@ def test_a_cache_leaves_the_graph_alone(family, tokens):
                 module.p = 0.0
         if checkpointing:
             checkpoint(model)
-        loss, cache = TransformerBridge(model).run_with_cache(tokens, return_type="loss", use_cache=False)
+        loss, cache = TransformerBridge(model).run_with_cache(
+            tokens, return_type="loss", use_cache=False
+        )
         loss.backward()  # the blocks run again, without the hooks
         assert not any(value.requires_grad for value in cache.values())
         grads.append([parameter.grad for parameter in model.parameters()])
@@ -257,10 +280,14 @@ def test_a_finished_threads_hooks_can_be_removed(bridge, tokens):
 
 
 def test_masks_that_do_not_fit(bridge, tokens):
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 8\]; it must have \[2, 9\]"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \[2, 8\]; it must have \[2, 9\]"
+    ):
         bridge(tokens, attention_mask=torch.ones(2, 8, dtype=torch.long))
     boolean = torch.ones(2, 9, dtype=torch.bool)
-    assert torch.equal(bridge(tokens, attention_mask=boolean), bridge(tokens, attention_mask=boolean.long()))
+    assert torch.equal(
+        bridge(tokens, attention_mask=boolean), bridge(tokens, attention_mask=boolean.long())
+    )
     with pytest.raises(TypeError, match="input_ids is the input itself"):
         bridge(tokens, input_ids=tokens)
 

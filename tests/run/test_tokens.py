@@ -9,7 +9,18 @@ from bridge import TransformerBridge
 from bridge.run.tokenization import TokenizerFacts, UnknownWordWarning
 from tests.conftest import tiny
 
-WORDS = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "[CLS]": 4, "[SEP]": 5, "a": 6, "b": 7, "c": 8, "d": 9}
+WORDS = {
+    "<pad>": 0,
+    "<bos>": 1,
+    "<eos>": 2,
+    "<unk>": 3,
+    "[CLS]": 4,
+    "[SEP]": 5,
+    "a": 6,
+    "b": 7,
+    "c": 8,
+    "d": 9,
+}
 
 
 def made(template=None, **specials):
@@ -57,7 +68,9 @@ def test_prepend_bos_means_the_same_for_every_tokenizer(bridge, tokenizer):
     assert bridge.to_tokens("a b").tolist() == [[start, 6, 7]]
     bridge.cfg.default_prepend_bos = False
     assert bridge.to_tokens("a b").tolist() == [[6, 7]]
-    assert bridge.to_tokens(f"{tokenizer.convert_ids_to_tokens(start)} a", prepend_bos=True).tolist() == [[start, 6]]
+    assert bridge.to_tokens(
+        f"{tokenizer.convert_ids_to_tokens(start)} a", prepend_bos=True
+    ).tolist() == [[start, 6]]
 
 
 def test_what_a_tokenizer_does_is_found_by_asking():
@@ -70,7 +83,13 @@ def test_what_a_tokenizer_does_is_found_by_asking():
 def test_models_that_read_both_ways_keep_the_ending(tokenizer):
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=61)
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=61,
+    )
     bridge = TransformerBridge(BertForMaskedLM(config).eval(), KINDS["of BERT"])
     assert bridge.to_tokens("a b").tolist() == [[4, 6, 7, 5]]
     assert bridge(["a b", "a"]).shape == (2, 4, 61)
@@ -78,8 +97,14 @@ def test_models_that_read_both_ways_keep_the_ending(tokenizer):
 
 def test_padding(bridge):
     pad = bridge.tokenizer_facts.pad
-    assert bridge.to_tokens(["a b", "c"], prepend_bos=False, padding_side="left").tolist() == [[6, 7], [pad, 8]]
-    assert bridge.to_tokens(["a b", "c"], prepend_bos=False, padding_side="right").tolist() == [[6, 7], [8, pad]]
+    assert bridge.to_tokens(["a b", "c"], prepend_bos=False, padding_side="left").tolist() == [
+        [6, 7],
+        [pad, 8],
+    ]
+    assert bridge.to_tokens(["a b", "c"], prepend_bos=False, padding_side="right").tolist() == [
+        [6, 7],
+        [8, pad],
+    ]
     batch = bridge.batch_of(["a b", "c"], prepend_bos=False, padding_side="left")
     assert batch.mask.tolist() == [[1, 1], [0, 1]]
     assert bridge.batch_of(["a b", "c d"]).mask is None
@@ -99,13 +124,18 @@ def test_truncation(bridge):
 
 
 def test_back_to_text(embedded):
-    tokens = embedded.to_tokens(["Mary and John", "Mary went"], prepend_bos=False, padding_side="right")
+    tokens = embedded.to_tokens(
+        ["Mary and John", "Mary went"], prepend_bos=False, padding_side="right"
+    )
     assert embedded.to_string(tokens[0]) == "Mary and John"
     assert embedded.to_string(tokens)[0] == "Mary and John"
     assert embedded.to_string(tokens[0].tolist()) == "Mary and John"
     assert embedded.to_string(tokens[0, 1]) == " and"
     assert embedded.to_str_tokens("Mary and", prepend_bos=False) == ["Mary", " and"]
-    assert embedded.to_str_tokens(["Mary", "Mary and"], prepend_bos=False) == [["Mary"], ["Mary", " and"]]
+    assert embedded.to_str_tokens(["Mary", "Mary and"], prepend_bos=False) == [
+        ["Mary"],
+        ["Mary", " and"],
+    ]
     assert embedded.to_str_tokens(tokens[:1]) == ["Mary", " and", " John"]
     assert embedded.to_str_tokens(tokens[0]) == ["Mary", " and", " John"]
     assert embedded.to_single_str_token(embedded.to_single_token(" John")) == " John"
@@ -142,10 +172,14 @@ def test_truncation_cuts_each_row_by_itself(bridge):
 
 def test_words_that_the_tokenizer_does_not_know_are_named():
     bridge = TransformerBridge.boot_embedded()
-    with pytest.raises(ValueError, match=r"' Obama' is no token: .* does not know ' Obama': the model reads <unk>"):
+    with pytest.raises(
+        ValueError, match=r"' Obama' is no token: .* does not know ' Obama': the model reads <unk>"
+    ):
         bridge.to_single_token(" Obama")
     for run in (bridge.to_tokens, bridge, bridge.to_str_tokens):
-        with pytest.warns(UnknownWordWarning, match=r"does not know 'Barack', ' Obama': .* has the 654 tokens"):
+        with pytest.warns(
+            UnknownWordWarning, match=r"does not know 'Barack', ' Obama': .* has the 654 tokens"
+        ):
             run("Barack Obama and Mary" if run is not bridge else ["Mary", "Barack Obama"])
     with pytest.raises(ValueError, match="does not know 'Obama'"):
         bridge.run_with_cache("Mary and")[1].logit_attrs(torch.zeros(1, 1, 3, 128), "Obama")
@@ -165,4 +199,6 @@ def test_a_bos_that_is_the_unknown_token_too_is_no_unknown_word():
     known = facts.encode("Mary and", True, False)
     assert known[0] == tokenizer.unk_token_id
     assert facts.unknown_words("Mary and", known) == []
-    assert facts.unknown_words("Mary Barack", facts.encode("Mary Barack", True, False)) == [" Barack"]
+    assert facts.unknown_words("Mary Barack", facts.encode("Mary Barack", True, False)) == [
+        " Barack"
+    ]

@@ -24,7 +24,10 @@ def test_logits_are_bit_equal(name, implementation, tokens):
     bridge.run_with_hooks(
         tokens,
         fwd_hooks=[
-            ("blocks.0.hook_resid_mid" if name != "gpt_neox" else "blocks.0.hook_mlp_out", lambda x, hook: x * 2)
+            (
+                "blocks.0.hook_resid_mid" if name != "gpt_neox" else "blocks.0.hook_mlp_out",
+                lambda x, hook: x * 2,
+            )
         ],
     )
     assert torch.equal(bridge(tokens), expected)
@@ -88,11 +91,18 @@ def test_copies_and_pickles(family, when, tokens):
     stored = io.BytesIO()
     torch.save(bridge, stored)
     stored.seek(0)
-    for other in (copy.deepcopy(bridge), pickle.loads(pickle.dumps(bridge)), torch.load(stored, weights_only=False)):
+    for other in (
+        copy.deepcopy(bridge),
+        pickle.loads(pickle.dumps(bridge)),
+        torch.load(stored, weights_only=False),
+    ):
         assert torch.equal(other(tokens), plain)
         assert other.original_model is not hf
         assert not torch.equal(
-            other.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x + 9)]), plain
+            other.run_with_hooks(
+                tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x + 9)]
+            ),
+            plain,
         )
         other.run_with_cache(tokens)
         assert torch.equal(other(tokens), plain)
@@ -107,7 +117,9 @@ def test_copies_and_pickles(family, when, tokens):
 def test_save_pretrained_after_hooked_runs(bridge, tokens, tmp_path):
     bridge.run_with_cache(tokens)
     bridge.original_model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, bridge(tokens))
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, bridge(tokens)
+    )
 
 
 def test_subclass_and_headless_models_are_recognised(tokens):
@@ -119,17 +131,26 @@ def test_subclass_and_headless_models_are_recognised(tokens):
     headless = tiny("gpt2").transformer
     bridge = TransformerBridge(headless)
     assert torch.equal(bridge(tokens), headless(tokens).last_hidden_state)
-    assert torch.equal(bridge.run_with_cache(tokens)[1]["ln_final.hook_normalized"], bridge.run_with_cache(tokens)[0])
+    assert torch.equal(
+        bridge.run_with_cache(tokens)[1]["ln_final.hook_normalized"],
+        bridge.run_with_cache(tokens)[0],
+    )
 
 
 def test_unknown_model_class_is_refused():
     from adapters import UnsupportedModelError
 
-    with pytest.raises(UnsupportedModelError, match=r"Linear is no model of transformers, and does not run on tokens"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Linear is not a transformers model, and does not run on tokens",
+    ):
         TransformerBridge(torch.nn.Linear(2, 2))
     with pytest.raises(
         UnsupportedModelError,
-        match=r"Linear is no PreTrainedModel of transformers, and there is no adapter for Linear\. docs/models.md",
+        match=(
+            r"Linear is not a PreTrainedModel of transformers, and there is no adapter for Linear\."
+            r" docs/lookup.md"
+        ),
     ):
         TransformerBridge(torch.nn.Linear(2, 2), automatic=False)
 
@@ -141,13 +162,19 @@ def test_peft_and_gradient_checkpointing_and_training(tokens):
 
     hf = tiny("llama")
     plain = hf(tokens).logits
-    bridge = TransformerBridge(get_peft_model(hf, LoraConfig(target_modules=["q_proj", "o_proj"], r=2)))
+    bridge = TransformerBridge(
+        get_peft_model(hf, LoraConfig(target_modules=["q_proj", "o_proj"], r=2))
+    )
     bridge.eval()
     assert torch.equal(bridge(tokens), plain)
     _, cache = bridge.run_with_cache(tokens)
     assert cache["blocks.0.attn.hook_q"].shape == (2, 9, 4, 8)
-    _, fine = bridge.run_with_cache(tokens, names_filter=["blocks.1.attn.hook_result", "blocks.1.hook_attn_out"])
-    torch.testing.assert_close(fine["blocks.1.attn.hook_result"].sum(-2), fine["blocks.1.hook_attn_out"])
+    _, fine = bridge.run_with_cache(
+        tokens, names_filter=["blocks.1.attn.hook_result", "blocks.1.hook_attn_out"]
+    )
+    torch.testing.assert_close(
+        fine["blocks.1.attn.hook_result"].sum(-2), fine["blocks.1.hook_attn_out"]
+    )
 
     bridge.train()
     bridge.original_model.enable_input_require_grads()
@@ -174,10 +201,15 @@ def test_device_map_and_offload(tmp_path, tokens):
     plain = hf(tokens).logits
     bridge = TransformerBridge(cpu_offload(hf, execution_device="cpu"))
     assert torch.equal(bridge(tokens), plain)
-    halved = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5)])
+    halved = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5)]
+    )
     fresh = TransformerBridge(tiny("gpt2"))
     assert torch.equal(
-        halved, fresh.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5)])
+        halved,
+        fresh.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5)]
+        ),
     )
     residual = bridge(tokens, stop_at_layer=2)
     assert torch.equal(bridge(residual, start_at_layer=2), plain)

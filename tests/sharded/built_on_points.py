@@ -1,4 +1,6 @@
-"""What stands on hook points, over several processes and in one: circuits, bases, graphs, lenses, sweeps, traces."""
+"""What stands on hook points, over several processes and in one: circuits, bases, graphs, lenses,
+sweeps, traces.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,22 @@ def circuits(bridge: TransformerBridge) -> Iterable[Tensor]:
 
 
 def in_bases(bridge: TransformerBridge) -> Iterable[Tensor]:
-    directions = Directions(torch.randn(64, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    directions = Directions(
+        torch.randn(64, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    )
     points = [bridge.add_basis("blocks.0.hook_resid_post", "few", directions).name]
     if "blocks.0.mlp.hook_post" in bridge.hook_dict:
-        points.append(bridge.add_basis("blocks.0.mlp.hook_post", "some", Neurons(bridge.cfg.d_mlp, [3, 50, 90])).name)
+        points.append(
+            bridge.add_basis(
+                "blocks.0.mlp.hook_post", "some", Neurons(bridge.cfg.d_mlp, [3, 50, 90])
+            ).name
+        )
     _, cache = bridge.run_with_cache(TOKENS, names_filter=points)
     for point in points:
         yield cache[point]
-        yield bridge.run_with_hooks(TOKENS, fwd_hooks=[(point, lambda features, hook: features * 0.3)])
+        yield bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[(point, lambda features, hook: features * 0.3)]
+        )
         yield feature_attribution(bridge, TOKENS, metric, point)
     yield attribution_graph(bridge, TOKENS[:1], points[-1:]).adjacency
     yield interchange(bridge, TOKENS, TOKENS.flip(0), points[0], position=-1, source_position=-1)
@@ -53,7 +63,8 @@ def sweeps(bridge: TransformerBridge) -> Iterable[Tensor]:
     yield patching.get_act_patch_attn_head_pattern_all_pos(bridge, TOKENS, cache, metric)
     ablated = patching.ablated(cache, "mean")["blocks.0.attn.hook_z"]
     yield bridge.run_with_hooks(
-        TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: ablated.to(z.dtype).expand_as(z))]
+        TOKENS,
+        fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: ablated.to(z.dtype).expand_as(z))],
     )
 
 
@@ -83,6 +94,10 @@ def gradients_cached(bridge: TransformerBridge) -> Iterable[Tensor]:
 
 
 ALL: Mapping[str, Callable[[TransformerBridge], Iterable[Tensor]]] = {
-    "circuits": circuits, "in_bases": in_bases, "sweeps": sweeps, "read_as_tokens": read_as_tokens, "traced": traced,
+    "circuits": circuits,
+    "in_bases": in_bases,
+    "sweeps": sweeps,
+    "read_as_tokens": read_as_tokens,
+    "traced": traced,
     "gradients_cached": gradients_cached,
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""The cases that several processes run. Each is called on all of them, with the kind of model and where it is saved."""
+"""The cases that several processes run. Each is called on all of them, with the kind of model and
+where it is saved.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ from tests.sharded.built_on_points import ALL
 from tests.sharded.models import PLANS, TOKENS, difference, load
 from weight_processing.check import ProcessingError
 
-#: In float64, but for what models compute in float32 themselves (norms, softmaxes, routers), in another order.
+#: In float64, but for what models compute in float32 themselves (norms, softmaxes, routers), in
+#: another order.
 CLOSE = 1e-5
 #: In float32, behind two layers.
 FAR = 1e-4
 
 
-#: Kinds with latents, or gates of sinks, which are refused processing and graphs in one process, too.
+#: Kinds with latents, or gates of sinks, which are refused processing and graphs in one process,
+#: too.
 REFUSED_ANYWAY = ("deepseek_v2", "deepseek_v3", "minicpm3", "granite_swa")
 #: Kinds without an adapter.
 INFERRED = ("nanochat", "phimoe")
@@ -46,15 +50,21 @@ def tensor_parallel(kind: str, folder: Path, dtype: torch.dtype = torch.float64)
     """A model over all processes."""
     check_tensor_parallel()
     if "by_expert" in kind and not has_transformers("5.19"):
-        raise VersionError("experts of a plan of their own (ep_size) need transformers 5.19 or later")
+        raise VersionError(
+            "experts of a plan of their own (ep_size) need transformers 5.19 or later"
+        )
     size = dist.get_world_size()
     experts = {"ep_size": size} if "by_expert" in kind else {}
     config = DistributedConfig(tp_plan=PLANS.get(kind, "auto"), tp_size=size, **experts)
     return load(kind, folder, dtype, distributed_config=config)
 
 
-def pair(kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[TransformerBridge, TransformerBridge]:
-    """A bridge of the model over all processes by tensor parallelism, and one of it in one process."""
+def pair(
+    kind: str, folder: Path, dtype: torch.dtype = torch.float64
+) -> tuple[TransformerBridge, TransformerBridge]:
+    """A bridge of the model over all processes by tensor parallelism, and one of it in one
+    process.
+    """
     plain = TransformerBridge(load(kind, folder, dtype))
     declared = plain.declaration() if kind in INFERRED else None  # inferred in one process alone
     return TransformerBridge(tensor_parallel(kind, folder, dtype), declaration=declared), plain
@@ -68,7 +78,9 @@ def said_to_be_tensor_parallel(kind: str, folder: Path) -> None:
 
 
 def every_activation(kind: str, folder: Path) -> None:
-    """Each point shows what it does in one process, in a cache of all and alone, with and without gradients."""
+    """Each point shows what it does in one process, in a cache of all and alone, with and without
+    gradients.
+    """
     ours, plain = pair(kind, folder)
     names = list(ours.hook_dict)
     missing = set(plain.hook_dict) - set(names)
@@ -88,7 +100,9 @@ def every_activation(kind: str, folder: Path) -> None:
 
 
 def every_edit(kind: str, folder: Path) -> None:
-    """An edit at any point, and the gradient there, have the effect that they have in one process."""
+    """An edit at any point, and the gradient there, have the effect that they have in one
+    process.
+    """
     ours, plain = pair(kind, folder)
     base = plain(TOKENS)
     for name in ours.hook_dict:
@@ -98,7 +112,9 @@ def every_edit(kind: str, folder: Path) -> None:
         wanted = plain.run_with_hooks(TOKENS, fwd_hooks=edit)
         assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted) < CLOSE, name
         with torch.no_grad():
-            assert difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted.detach()) < CLOSE, name
+            assert (
+                difference(ours.run_with_hooks(TOKENS, fwd_hooks=edit), wanted.detach()) < CLOSE
+            ), name
         assert difference(wanted, base) > 1e-3 or _changes_nothing(name), name
         mine, gradients = _gradients(ours, name), _gradients(plain, name)
         assert len(mine) == len(gradients), name
@@ -108,16 +124,22 @@ def every_edit(kind: str, folder: Path) -> None:
 
 def _halved(x: torch.Tensor, hook: object) -> torch.Tensor:
     """Another factor for each entry of the last axis: parts that were exchanged would be seen."""
-    return x * torch.linspace(0.2, 0.9, x.shape[-1], device=x.device) if x.is_floating_point() else x
+    return (
+        x * torch.linspace(0.2, 0.9, x.shape[-1], device=x.device) if x.is_floating_point() else x
+    )
 
 
 def _mixed(x: torch.Tensor, hook: object) -> torch.Tensor:
     """Each entry depends on those of other processes."""
-    return x * 0.5 + x.flip(-1) * 0.3 + x.flip(-2) * 0.1 if x.ndim > 3 else x * 0.6 + x.flip(-1) * 0.3
+    return (
+        x * 0.5 + x.flip(-1) * 0.3 + x.flip(-2) * 0.1 if x.ndim > 3 else x * 0.6 + x.flip(-1) * 0.3
+    )
 
 
 def _changes_nothing(name: str) -> bool:
-    return not name.endswith(("hook_z", "hook_q", "hook_v", "hook_post", "hook_pre", "hook_resid_mid", "hook_result"))
+    return not name.endswith(
+        ("hook_z", "hook_q", "hook_v", "hook_post", "hook_pre", "hook_resid_mid", "hook_result")
+    )
 
 
 def gradients_of_parameters(kind: str, folder: Path) -> None:
@@ -125,7 +147,11 @@ def gradients_of_parameters(kind: str, folder: Path) -> None:
     ours, plain = pair(kind, folder)
     places = ["attn.hook_z", "attn.hook_q", "attn.hook_pattern", "hook_mlp_out", "mlp.hook_post"]
     places += [f"mlp.experts.{e}.hook_{part}" for e in range(4) for part in ("in", "post", "out")]
-    edits = [(name, _mixed) for name in (f"blocks.0.{place}" for place in places) if name in plain.hook_dict]
+    edits = [
+        (name, _mixed)
+        for name in (f"blocks.0.{place}" for place in places)
+        if name in plain.hook_dict
+    ]
     found = []
     for bridge in (ours, plain):
         bridge.run_with_hooks(TOKENS, fwd_hooks=edits, return_type="loss").backward()
@@ -163,12 +189,22 @@ def weights_in_full(kind: str, folder: Path) -> None:
 def generation(kind: str, folder: Path) -> None:
     """Texts are those of one process, with and without an edit."""
     ours, plain = pair(kind, folder)
-    for edits in ([], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.attn.hook_pattern", _halved)]):
+    for edits in (
+        [],
+        [("blocks.0.attn.hook_z", _halved)],
+        [("blocks.1.attn.hook_pattern", _halved)],
+    ):
         texts = []
         for bridge in (ours, plain):
             with bridge.hooks(fwd_hooks=edits):
                 texts.append(
-                    bridge.generate(TOKENS, max_new_tokens=5, do_sample=False, verbose=False, return_type="tokens")
+                    bridge.generate(
+                        TOKENS,
+                        max_new_tokens=5,
+                        do_sample=False,
+                        verbose=False,
+                        return_type="tokens",
+                    )
                 )
         assert torch.equal(*texts)
 
@@ -186,7 +222,9 @@ def analysis(kind: str, folder: Path) -> None:
         streams = cache.accumulated_resid(layer=-1)
         assert isinstance(streams, torch.Tensor)
         attribution = cache.logit_attrs(streams, TOKENS[:, :1].expand(-1, TOKENS.shape[1]))
-        sweep = get_act_patch_attn_head_out_all_pos(bridge, TOKENS, cache, lambda logits: logits[:, -1, 5].sum())
+        sweep = get_act_patch_attn_head_out_all_pos(
+            bridge, TOKENS, cache, lambda logits: logits[:, -1, 5].sum()
+        )
         found.append((heads, attribution, sweep))
     for mine, theirs in zip(*found, strict=True):
         assert difference(mine, theirs) < CLOSE
@@ -200,7 +238,9 @@ def built_on_points(kind: str, folder: Path) -> None:
         ours, plain = pair(kind, folder)
         found = [list(tried(bridge)) for bridge in (ours, plain)]
         for mine, theirs in zip(*found, strict=True):
-            assert difference(mine, theirs) < CLOSE * (float(theirs.abs().nan_to_num(posinf=0).max()) + 1), name
+            assert difference(mine, theirs) < CLOSE * (
+                float(theirs.abs().nan_to_num(posinf=0).max()) + 1
+            ), name
 
 
 def verified(kind: str, folder: Path) -> None:
@@ -212,7 +252,9 @@ def verified(kind: str, folder: Path) -> None:
 
 
 def different_edits_are_refused(kind: str, folder: Path) -> None:
-    """An edit that is another on each process, or fails on one, or is there on one alone, ends the run on all."""
+    """An edit that is another on each process, or fails on one, or is there on one alone, ends the
+    run on all.
+    """
     ours, _ = pair(kind, folder)
     rank = dist.get_rank()
     before = ours(TOKENS)
@@ -229,15 +271,24 @@ def different_edits_are_refused(kind: str, folder: Path) -> None:
 
     for name in ("blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern", "blocks.0.hook_resid_mid"):
         for hook in (noise, alone):
-            with pytest.raises(DifferentEditsError, match=f"{name} differs .* seed random numbers alike"):
+            with pytest.raises(
+                DifferentEditsError, match=f"{name} differs .* seed random numbers alike"
+            ):
                 ours.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
-        error, words = (KeyError, "mine") if rank == 1 else (DifferentEditsError, f"{name} failed on process 1")
+        error, words = (
+            (KeyError, "mine")
+            if rank == 1
+            else (DifferentEditsError, f"{name} failed on process 1")
+        )
         with pytest.raises(error, match=words):
             ours.run_with_hooks(TOKENS, fwd_hooks=[(name, fails)])
         mine = [(name, _halved)] if rank == 0 else []
         with pytest.raises(DifferentEditsError, match="other hook points"):
             ours.run_with_hooks(TOKENS, fwd_hooks=mine)
-        with pytest.raises(DifferentEditsError, match="other hook points"), ours.hooks(fwd_hooks=mine):
+        with (
+            pytest.raises(DifferentEditsError, match="other hook points"),
+            ours.hooks(fwd_hooks=mine),
+        ):
             ours.generate(TOKENS, max_new_tokens=2, do_sample=False, verbose=False)
     assert torch.equal(ours(TOKENS), before)
 
@@ -261,7 +312,10 @@ def different_gradients_are_refused(kind: str, folder: Path) -> None:
         return _of(bridge.core.get_input_embeddings().weight)
 
     for name in ("blocks.0.attn.hook_z", "blocks.1.attn.hook_pattern", "blocks.0.hook_resid_mid"):
-        with pytest.raises(DifferentEditsError, match=f"the gradient at {name} differs .* seed random numbers alike"):
+        with pytest.raises(
+            DifferentEditsError,
+            match=f"the gradient at {name} differs .* seed random numbers alike",
+        ):
             backward(ours, name, noise)
         words = "mine" if rank == 1 else f"the gradient at {name} failed on process 1"
         with pytest.raises(KeyError if rank == 1 else DifferentEditsError, match=words):
@@ -270,12 +324,15 @@ def different_gradients_are_refused(kind: str, folder: Path) -> None:
 
 
 def not_compared(kind: str, folder: Path) -> None:
-    """With ``compare_edits=False`` each process does what its hooks do, and nothing is sent for it."""
+    """With ``compare_edits=False`` each process does what its hooks do, and nothing is sent
+    for it.
+    """
     ours = TransformerBridge(tensor_parallel(kind, folder), compare_edits=False)
     rank, name = dist.get_rank(), "blocks.0.attn.hook_z"
     seen = []
     ours.run_with_hooks(
-        TOKENS, fwd_hooks=[(name, lambda x, hook: x + rank), (name, lambda x, hook: seen.append(x[0, 0]))]
+        TOKENS,
+        fwd_hooks=[(name, lambda x, hook: x + rank), (name, lambda x, hook: seen.append(x[0, 0]))],
     )
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, seen[0])
@@ -283,7 +340,9 @@ def not_compared(kind: str, folder: Path) -> None:
 
 
 def alone_in_a_trace(kind: str, folder: Path) -> None:
-    """A body that asks for an activation on one process alone: this one ends, and torchrun ends the others."""
+    """A body that asks for an activation on one process alone: this one ends, and torchrun ends the
+    others.
+    """
     ours = TransformerBridge(tensor_parallel(kind, folder), patience=2.0)
     with ours.trace(TOKENS) as run:
         if dist.get_rank() == 0:
@@ -332,16 +391,22 @@ def twelve_wrong_uses(kind: str, folder: Path) -> None:
     wrong_uses: dict[str, Callable[[], object]] = {
         "another edit on each": lambda: run(lambda x, hook: x + rank),
         "random numbers that are not seeded": lambda: run(lambda x, hook: x + torch.rand(x.shape)),
-        "an edit by one alone": lambda: run(lambda x, hook: x * 2 if rank == 0 else None, place=other),
+        "an edit by one alone": lambda: run(
+            lambda x, hook: x * 2 if rank == 0 else None, place=other
+        ),
         "a hook that fails on one": lambda: run(fails),
         "a hook on one alone": lambda: run(_halved) if rank == 0 else ours(TOKENS),
         "hooks at other points": lambda: run(_halved, place=(name, other)[rank]),
         "other tokens": lambda: ours(TOKENS.roll(rank, 1)),
-        "other tokens to generate from": lambda: ours.generate(TOKENS.roll(rank, 1), do_sample=False, **options),
+        "other tokens to generate from": lambda: ours.generate(
+            TOKENS.roll(rank, 1), do_sample=False, **options
+        ),
         "sampling that is not seeded": sampled,
         "another gradient on each": lambda: run(lambda x, hook: x + rank, "bwd"),
         "a function of gradients that fails on one": lambda: run(fails, "bwd"),
-        "other requests": lambda: list(ours.generate_batch([[5, 6], [7]][rank:], 2, do_sample=False, verbose=False)),
+        "other requests": lambda: list(
+            ours.generate_batch([[5, 6], [7]][rank:], 2, do_sample=False, verbose=False)
+        ),
         "another edit in each trace": noise_in_a_trace,
         "another edit in a direct call": direct_call,
     }
@@ -397,13 +462,19 @@ def what_was_found_by_hostile_probes(kind: str, folder: Path) -> None:
 
 
 def too_few_heads_are_refused(kind: str, folder: Path) -> None:
-    """Heads of keys that would be cut: transformers does not repeat them, and its own forward fails."""
+    """Heads of keys that would be cut: transformers does not repeat them, and its own forward
+    fails.
+    """
     model = tensor_parallel(kind, folder)
     size = dist.get_world_size()
-    with pytest.raises(RuntimeError, match=rf"shape '\[2, 7, -1, {model.config.head_dim}\]' is invalid"):
+    with pytest.raises(
+        RuntimeError, match=rf"shape '\[2, 7, -1, {model.config.head_dim}\]' is invalid"
+    ):
         model(TOKENS)
     heads = model.config.num_key_value_heads
-    with pytest.raises(SpreadModelError, match=f"{heads} heads of keys cannot be cut for {size} processes"):
+    with pytest.raises(
+        SpreadModelError, match=f"{heads} heads of keys cannot be cut for {size} processes"
+    ):
         TransformerBridge(model)
 
 
@@ -416,7 +487,11 @@ def different_inputs_are_refused(kind: str, folder: Path) -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :rank] = 0
     options = {"max_new_tokens": 2, "verbose": False, "stop_at_eos": False, "return_type": "tokens"}
-    calls = [lambda: ours(other), lambda: ours.run_with_cache(other), lambda: ours(TOKENS, attention_mask=mask)]
+    calls = [
+        lambda: ours(other),
+        lambda: ours.run_with_cache(other),
+        lambda: ours(TOKENS, attention_mask=mask),
+    ]
     calls.append(lambda: ours.generate(other, do_sample=False, **options))
     for call in calls:
         with pytest.raises(DifferentEditsError, match="different inputs"):
@@ -432,9 +507,13 @@ def different_inputs_are_refused(kind: str, folder: Path) -> None:
 
 
 def _gradients(bridge: TransformerBridge, name: str) -> list[torch.Tensor]:
-    """Those that a point is shown: none where nothing goes through it (`hook_attn_in` if nobody asks for it)."""
+    """Those that a point is shown: none where nothing goes through it (`hook_attn_in` if nobody
+    asks for it).
+    """
     found: list[torch.Tensor] = []
-    with bridge.hooks(bwd_hooks=[(name, lambda gradient, hook: found.append(gradient.detach().clone()))]):
+    with bridge.hooks(
+        bwd_hooks=[(name, lambda gradient, hook: found.append(gradient.detach().clone()))]
+    ):
         bridge(TOKENS, return_type="loss").backward()
     return found
 
@@ -509,10 +588,14 @@ def declared_in_one_process(kind: str, folder: Path) -> None:
 
 
 def unequal_parts_are_refused(kind: str, folder: Path) -> None:
-    """A point of which each process has a part that is not put together is refused with the reason."""
+    """A point of which each process has a part that is not put together is refused with the
+    reason.
+    """
     ours = TransformerBridge(tensor_parallel(kind, folder))
     name = "blocks.0.mlp.hook_post"
-    with pytest.raises(UnknownHookError, match=r"the 95 columns .* unequal parts: tensor parallel over 2 processes"):
+    with pytest.raises(
+        UnknownHookError, match=r"the 95 columns .* unequal parts: tensor parallel over 2 processes"
+    ):
         ours.get_hook_point(name)
     assert name in ours.offered().not_offered
     ours.get_hook_point("blocks.0.attn.hook_z")
@@ -522,25 +605,39 @@ def made_for_one_process(kind: str, folder: Path) -> None:
     """Programs are refused."""
     for model in (tensor_parallel(kind, folder), _by_fsdp(kind, folder)):
         ours = TransformerBridge(model)
-        with pytest.raises(ValueError, match="a program is for models in one process, and this one is"):
+        with pytest.raises(
+            ValueError, match="a program is for models in one process, and this one is"
+        ):
             ours.program(capture="blocks.0.attn.hook_z")
 
 
 def _of_its_own(kind: str, folder: Path) -> list[TransformerBridge]:
     return [
-        TransformerBridge(each.eval()) for each in (_by_fsdp(kind, folder), DistributedDataParallel(load(kind, folder)))
+        TransformerBridge(each.eval())
+        for each in (_by_fsdp(kind, folder), DistributedDataParallel(load(kind, folder)))
     ]
 
 
 def harvested_by_each(kind: str, folder: Path) -> None:
-    """FSDP2 and DDP: each process harvests its own rows, however many, as deep as it likes, and some fail."""
+    """FSDP2 and DDP: each process harvests its own rows, however many, as deep as it likes, and
+    some fail.
+    """
     rank, plain = dist.get_rank(), TransformerBridge(load(kind, folder))
-    mine = [[3 + rank, *range(5, 5 + n)] for n in ((4, 7, 3), (9, 2, 8, 5, 6, 4, 3), (), (6,))[rank]]
+    mine = [
+        [3 + rank, *range(5, 5 + n)] for n in ((4, 7, 3), (9, 2, 8, 5, 6, 4, 3), (), (6,))[rank]
+    ]
     how: dict[str, Any] = {
-        "context_size": 5, "dtype": "float32", "tokens_per_shard": 10, "batch_size": 1 + rank, "pack": False,
+        "context_size": 5,
+        "dtype": "float32",
+        "tokens_per_shard": 10,
+        "batch_size": 1 + rank,
+        "pack": False,
         "interventions": [("blocks.0.attn.hook_q", _halved)],
-        "hook_points": ["blocks.0.hook_resid_post" if rank else "blocks.1.attn.hook_pattern", "blocks.0.attn.hook_z"],
-    }  # fmt: skip
+        "hook_points": [
+            "blocks.0.hook_resid_post" if rank else "blocks.1.attn.hook_pattern",
+            "blocks.0.attn.hook_z",
+        ],
+    }
     for number, ours in enumerate(_of_its_own(kind, folder)):
         out, alone = folder / f"by_each_{number}_{rank}", folder / f"by_each_alone_{number}_{rank}"
         if not mine:
@@ -551,9 +648,13 @@ def harvested_by_each(kind: str, folder: Path) -> None:
             harvest(plain, mine, out=alone, **how)
             rows, wanted = Activations(out)[:], Activations(alone)[:]
             assert list(rows) == list(wanted)
-            assert all(difference(rows[name].double(), wanted[name].double()) < CLOSE for name in wanted)
+            assert all(
+                difference(rows[name].double(), wanted[name].double()) < CLOSE for name in wanted
+            )
         dist.barrier()
-        if rank == 1:  # one goes on with what was lost, another refuses, the first has nothing left to do
+        if (
+            rank == 1
+        ):  # one goes on with what was lost, another refuses, the first has nothing left to do
             next(iter(out.glob("shard-*"))).unlink()
         if mine:
             assert harvest(ours, mine, out=out, **how).made == (rank == 1)
@@ -568,16 +669,23 @@ def harvested_by_each(kind: str, folder: Path) -> None:
             harvest(ours, [[5, 6, 7]], out=folder / f"by_each_more_{number}_{rank}", **once)
         said: list[Any] = [None] * dist.get_world_size()
         try:  # all into one folder
-            mine_said: object = harvest(ours, [[5, 6, 7]], out=folder / f"by_each_one_{number}", **once).made
+            mine_said: object = harvest(
+                ours, [[5, 6, 7]], out=folder / f"by_each_one_{number}", **once
+            ).made
         except HarvestError as error:
             mine_said = str(error)[:29]
         dist.all_gather_object(said, mine_said)
-        assert sorted(map(str, said)) == ["1", *["another process is harvesting"] * (len(said) - 1)], said
+        assert sorted(map(str, said)) == [
+            "1",
+            *["another process is harvesting"] * (len(said) - 1),
+        ], said
         assert difference(ours(TOKENS[:1]), plain(TOKENS[:1])) < CLOSE
 
 
 def breaks_off_in_a_harvest(kind: str, folder: Path) -> None:
-    """A function that fails in a pass of one process: this one says so and ends, and torchrun ends the others."""
+    """A function that fails in a pass of one process: this one says so and ends, and torchrun ends
+    the others.
+    """
     ours, rank = TransformerBridge(_by_fsdp(kind, folder).eval()), dist.get_rank()
 
     def fails(x: torch.Tensor, hook: object) -> None:
@@ -586,18 +694,32 @@ def breaks_off_in_a_harvest(kind: str, folder: Path) -> None:
 
     edits: list[Any] = [("blocks.0.attn.hook_q", fails)]
     points = ["blocks.1.hook_resid_post"]
-    harvest(ours, TOKENS, hook_points=points, interventions=edits, out=folder / f"broken_{rank}", context_size=5)
+    harvest(
+        ours,
+        TOKENS,
+        hook_points=points,
+        interventions=edits,
+        out=folder / f"broken_{rank}",
+        context_size=5,
+    )
 
 
 def requests_of_each(kind: str, folder: Path) -> None:
-    """FSDP2 and DDP: each process has requests of its own, of other numbers and lengths; one has none, one bad ones."""
+    """FSDP2 and DDP: each process has requests of its own, of other numbers and lengths; one has
+    none, one bad ones.
+    """
     rank, plain = dist.get_rank(), TransformerBridge(load(kind, folder))
     prompts = ([[5, 6, 7], [8, 9, 10, 11, 12, 13], [17]], [[9, 8]], [], [[500]])[rank]
-    each = [[("blocks.0.attn.hook_z", _halved)] if index % 2 else [] for index in range(len(prompts))]
+    each = [
+        [("blocks.0.attn.hook_z", _halved)] if index % 2 else [] for index in range(len(prompts))
+    ]
     how: dict[str, Any] = {
-        "capture": ["blocks.0.attn.hook_z", "blocks.1.attn.hook_pattern"], "do_sample": False, "verbose": False,
-        "stop_at_eos": False, "output_logits": True,
-    }  # fmt: skip
+        "capture": ["blocks.0.attn.hook_z", "blocks.1.attn.hook_pattern"],
+        "do_sample": False,
+        "verbose": False,
+        "stop_at_eos": False,
+        "output_logits": True,
+    }
     for ours in _of_its_own(kind, folder):
         for new in (3 + rank, 2):
             found = []
@@ -617,19 +739,28 @@ def requests_of_each(kind: str, folder: Path) -> None:
             if rank == 0:
                 raise KeyError("mine")
 
-        (answer,) = ours.generate_batch([[5, 6]], 2, interventions=[("blocks.0.attn.hook_z", fails)], **how)
+        (answer,) = ours.generate_batch(
+            [[5, 6]], 2, interventions=[("blocks.0.attn.hook_z", fails)], **how
+        )
         assert isinstance(answer.error, KeyError) if rank == 0 else answer.error is None
         assert difference(ours(TOKENS[:1]), plain(TOKENS[:1])) < CLOSE
 
 
 def harvested(kind: str, folder: Path) -> None:
-    """The first process writes the rows that one process would, and either goes on with what the other began."""
+    """The first process writes the rows that one process would, and either goes on with what the
+    other began.
+    """
     ours, plain = pair(kind, folder)
     points = ["blocks.0.attn.hook_z", "blocks.1.hook_resid_post", "blocks.0.attn.hook_pattern"]
     how: dict[str, Any] = {
-        "hook_points": points, "interventions": [("blocks.0.attn.hook_q", _halved)], "context_size": 5,
-        "dtype": "float32", "tokens_per_shard": 20, "batch_size": 2, "pack": False,
-    }  # fmt: skip
+        "hook_points": points,
+        "interventions": [("blocks.0.attn.hook_q", _halved)],
+        "context_size": 5,
+        "dtype": "float32",
+        "tokens_per_shard": 20,
+        "batch_size": 2,
+        "pack": False,
+    }
     rank, tokens = dist.get_rank(), torch.cat([TOKENS, TOKENS.flip(1), TOKENS.flip(0)])
     together, alone = folder / f"{kind}_rows", folder / f"{kind}_rows_alone"
     report = harvest(ours, tokens, out=together, **how)
@@ -640,7 +771,10 @@ def harvested(kind: str, folder: Path) -> None:
         harvest(plain, tokens, out=alone, **how)
         mine, theirs = Activations(together), Activations(alone)
         for point in points:
-            assert difference(torch.as_tensor(mine[:][point]), torch.as_tensor(theirs[:][point])) < CLOSE
+            assert (
+                difference(torch.as_tensor(mine[:][point]), torch.as_tensor(theirs[:][point]))
+                < CLOSE
+            )
         assert harvest(plain, tokens, out=together, **how).made == 0
     dist.barrier()
     with pytest.raises(HarvestError, match="dtype"):
@@ -657,7 +791,9 @@ def _large(x: torch.Tensor, hook: object) -> torch.Tensor:
 
 
 def many_requests(kind: str, folder: Path) -> None:
-    """Texts, logits and activations of many requests at once are those of one process, each under its own edits."""
+    """Texts, logits and activations of many requests at once are those of one process, each under
+    its own edits.
+    """
     ours, plain = pair(kind, folder)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [5, 6, 7]]
     each = [[], [("blocks.0.attn.hook_z", _halved)], [("blocks.1.hook_resid_post", _halved)], []]
@@ -666,9 +802,15 @@ def many_requests(kind: str, folder: Path) -> None:
     found = []
     for bridge in (ours, plain):
         answers = bridge.generate_batch(
-            prompts, each=each, capture=points, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False,
+            prompts,
+            each=each,
+            capture=points,
+            max_new_tokens=4,
+            do_sample=False,
+            stop_at_eos=False,
+            verbose=False,
             output_logits=True,
-        )  # fmt: skip
+        )
         found.append(sorted(answers, key=lambda answer: answer.index))
     for mine, theirs in zip(*found, strict=True):
         assert mine.error is None and torch.equal(mine.tokens, theirs.tokens)
@@ -680,8 +822,14 @@ def many_requests(kind: str, folder: Path) -> None:
     def noise(x: torch.Tensor, hook: object) -> torch.Tensor:
         return x + rank
 
-    answers = list(ours.generate_batch(prompts, 2, interventions=[(points[0], noise)], do_sample=False, verbose=False))
-    assert all(isinstance(answer.error, DifferentEditsError) for answer in answers), [a.error for a in answers]
+    answers = list(
+        ours.generate_batch(
+            prompts, 2, interventions=[(points[0], noise)], do_sample=False, verbose=False
+        )
+    )
+    assert all(isinstance(answer.error, DifferentEditsError) for answer in answers), [
+        a.error for a in answers
+    ]
     with pytest.raises(DifferentEditsError, match="different inputs"):
         list(ours.generate_batch(prompts[rank:], max_new_tokens=2, do_sample=False, verbose=False))
 
@@ -700,7 +848,9 @@ def traced(kind: str, folder: Path) -> None:
 
 
 def copied(kind: str, folder: Path) -> None:
-    """A copy of a bridge is of a copy of the model, over the same processes: it shows the same, and is edited alone."""
+    """A copy of a bridge is of a copy of the model, over the same processes: it shows the same, and
+    is edited alone.
+    """
     bridge = TransformerBridge(tensor_parallel(kind, folder))
     x = TOKENS
     before, cache = bridge.run_with_cache(x)
@@ -710,25 +860,31 @@ def copied(kind: str, folder: Path) -> None:
     assert torch.equal(again, before) and all(torch.equal(its[name], cache[name]) for name in cache)
     name = "blocks.0.attn.hook_z"
     edited = copy.run_with_hooks(x, fwd_hooks=[(name, _halved)])
-    assert torch.equal(edited, bridge.run_with_hooks(x, fwd_hooks=[(name, _halved)])) and not torch.equal(
-        edited, before
-    )
+    assert torch.equal(
+        edited, bridge.run_with_hooks(x, fwd_hooks=[(name, _halved)])
+    ) and not torch.equal(edited, before)
     copy.add_hook(name, _halved)
     assert torch.equal(copy(x), edited) and torch.equal(bridge(x), before)
 
 
 def adapters_of_peft_are_refused(kind: str, folder: Path) -> None:
-    """An adapter of PEFT over layers that are cut is refused by name, on whichever layers, before or behind the wrap.
+    """An adapter of PEFT over layers that are cut is refused by name, on whichever layers, before
+    or behind the wrap.
 
     PEFT takes what a process has for the whole layer: it ran with another delta on each, unsaid.
     """
     peft = pytest.importorskip("peft")
     for layers in (["q_proj", "v_proj"], ["down_proj"]):
         how = peft.LoraConfig(r=4, target_modules=layers)
-        refused = pytest.raises(SpreadModelError, match=rf"{layers[0]} has an adapter of PEFT .*merge_and_unload")
+        refused = pytest.raises(
+            SpreadModelError, match=rf"{layers[0]} has an adapter of PEFT .*merge_and_unload"
+        )
         with refused:
             TransformerBridge(peft.get_peft_model(tensor_parallel(kind, folder), how))
-        for attach in (lambda model: peft.get_peft_model(model, how), lambda model: model.add_adapter(how)):  # noqa: B023
+        for attach in (
+            lambda model: peft.get_peft_model(model, how),  # noqa: B023
+            lambda model: model.add_adapter(how),  # noqa: B023
+        ):
             model = tensor_parallel(kind, folder)
             ours = TransformerBridge(model)
             attach(model)
@@ -741,7 +897,9 @@ def adapters_of_peft_are_refused(kind: str, folder: Path) -> None:
 
 
 def rows_of_its_own(kind: str, folder: Path) -> None:
-    """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean over all."""
+    """DDP and FSDP2: each process sees its own rows whole; gradients of parameters are the mean
+    over all.
+    """
     rank = dist.get_rank()
     plain = TransformerBridge(load(kind, folder))
     sharded = _by_fsdp(kind, folder)
@@ -755,7 +913,11 @@ def rows_of_its_own(kind: str, folder: Path) -> None:
         _, found = ours.run_with_cache(tokens, names_filter=lambda name: True)
         for name in wanted:
             assert difference(found[name], wanted[name]) < CLOSE, name
-        for name in ("blocks.0.attn.hook_z", "blocks.0.attn.hook_pattern", "blocks.1.hook_resid_mid"):
+        for name in (
+            "blocks.0.attn.hook_z",
+            "blocks.0.attn.hook_pattern",
+            "blocks.1.hook_resid_mid",
+        ):
             edit = [(name, lambda x, hook: x * 0.5 + 0.1)]
             changed = ours.run_with_hooks(tokens, fwd_hooks=edit)
             assert difference(changed, plain.run_with_hooks(tokens, fwd_hooks=edit)) < CLOSE, name
@@ -767,13 +929,17 @@ def rows_of_its_own(kind: str, folder: Path) -> None:
         plain.core.zero_grad()
         plain(TOKENS[row : row + 1], return_type="loss").backward()
         wanted_gradients.append([_of(p).clone() for p in plain.core.parameters()])
-    for a, b, mine, theirs in zip(*wanted_gradients, wrapped.core.parameters(), sharded.parameters(), strict=True):
+    for a, b, mine, theirs in zip(
+        *wanted_gradients, wrapped.core.parameters(), sharded.parameters(), strict=True
+    ):
         assert difference(_of(mine), (a + b) / 2) < CLOSE
         assert difference(_of(theirs), (a + b) / 2) < CLOSE
 
 
 def processed_by_fsdp(kind: str, folder: Path) -> None:
-    """The same under FSDP2, behind a run, which leaves parameters of the last layers put together."""
+    """The same under FSDP2, behind a run, which leaves parameters of the last layers put
+    together.
+    """
     ours = TransformerBridge(_by_fsdp(kind, folder, torch.float32))
     plain = TransformerBridge(load(kind, folder, torch.float32))
     ours(TOKENS, return_type="loss").backward()
@@ -782,7 +948,9 @@ def processed_by_fsdp(kind: str, folder: Path) -> None:
 
 
 def no_place_under_fsdp(kind: str, folder: Path) -> None:
-    """A bias that a layer would be given, or a matrix that was shared, is refused by name; the rest is done."""
+    """A bias that a layer would be given, or a matrix that was shared, is refused by name; the rest
+    is done.
+    """
     ours = TransformerBridge(_by_fsdp(kind, folder, torch.float32))
     before = ours(TOKENS)
     step = "fold_ln" if kind == "llama_tied" else "fold_value_biases"

@@ -18,9 +18,17 @@ from tests.sharded.models import KINDS, OF_EIGHT, OF_FOUR
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: What is tried of every family.
 OF_EACH = (
-    "every_activation", "every_edit", "gradients_of_parameters", "heads_knocked_out", "generation", "weights_in_full",
-    "analysis", "built_on_points", "processed", "verified",
-)  # fmt: skip
+    "every_activation",
+    "every_edit",
+    "gradients_of_parameters",
+    "heads_knocked_out",
+    "generation",
+    "weights_in_full",
+    "analysis",
+    "built_on_points",
+    "processed",
+    "verified",
+)
 #: A small part, seconds long.
 CASES = (
     "said_to_be_tensor_parallel:llama",
@@ -71,14 +79,24 @@ MORE = (
 
 def run(folder: Path, cases: tuple[str, ...], processes: int, on: str = "gloo") -> dict[str, str]:
     """What went wrong in each case."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHARDED_ON": on}
     if on == "gloo":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*command, "-m", "tests.sharded.worker", str(folder), *cases],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     results = folder / "results.json"
     found: dict[str, str] = json.loads(results.read_text()) if results.exists() else {}
     return {case: found.get(case, f"it did not end: {done.stderr[-20000:]}") for case in cases}
@@ -91,7 +109,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_over_two_processes(results: dict[str, str], case: str):
-    if refused := re.match(r"process 0(?s:.*)VersionError: (.*)", results[case]):  # not where the run broke off
+    if refused := re.match(
+        r"process 0(?s:.*)VersionError: (.*)", results[case]
+    ):  # not where the run broke off
         pytest.skip(f"refused by name: {refused[1]}")
     assert not results[case], results[case]
 
@@ -103,7 +123,9 @@ def test_more_over_two_processes(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llama_odd", "llama_of_three_keys", "gpt2")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("llama_odd", "llama_of_three_keys", "gpt2")]
+)
 def test_each_family(kind: str, tmp_path: Path):
     cases = [f"{case}:{kind}" for case in OF_EACH]
     wrong = {case: found for case, found in run(tmp_path, tuple(cases), 2).items() if found}
@@ -122,14 +144,23 @@ def test_each_family(kind: str, tmp_path: Path):
 )
 def test_commands_print_what_they_do_in_one_process(command: list[str]):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     said = [
         subprocess.run(
-            [sys.executable, *start, "-m", "bridge", *command, *end], env=environment, capture_output=True, text=True,
-            timeout=100, check=True,
+            [sys.executable, *start, "-m", "bridge", *command, *end],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
         ).stdout
         for start, end in ((torchrun, ["--tp"]), ([], []))
-    ]  # fmt: skip
+    ]
     assert said[0] == said[1]
 
 
@@ -138,7 +169,11 @@ def test_commands_print_what_they_do_in_one_process(command: list[str]):
 def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
     began = time.monotonic()
     (said,) = run(tmp_path, (f"{case}:llama",), 2).values()
-    words = ("KeyError: 'mine'",) if "breaks" in case else ("DifferentEditsError", "did not come there in 2 seconds")
+    words = (
+        ("KeyError: 'mine'",)
+        if "breaks" in case
+        else ("DifferentEditsError", "did not come there in 2 seconds")
+    )
     assert all(word in said for word in words), said
     assert time.monotonic() - began < 60  # where they begin and load, too
 
@@ -146,8 +181,20 @@ def test_one_process_alone_ends_the_run(case: str, tmp_path: Path):
 @pytest.mark.slow
 def test_the_check_for_gpus():
     """It prints what is right, without GPUs as well; where there are none it says so."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = [
         subprocess.run(
             [*command, "tools.nccl_check", *more],
@@ -177,8 +224,14 @@ def test_over_four_processes(kind: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OF_EIGHT)
 def test_over_eight_processes(kind: str, tmp_path: Path):
-    cases = ("every_activation", "every_edit") if kind != "llama_of_four_keys" else ("too_few_heads_are_refused",)
+    cases = (
+        ("every_activation", "every_edit")
+        if kind != "llama_of_four_keys"
+        else ("too_few_heads_are_refused",)
+    )
     wrong = {
-        case: found for case, found in run(tmp_path, tuple(f"{case}:{kind}" for case in cases), 8).items() if found
+        case: found
+        for case, found in run(tmp_path, tuple(f"{case}:{kind}" for case in cases), 8).items()
+        if found
     }
     assert not wrong, wrong

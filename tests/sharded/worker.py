@@ -1,8 +1,10 @@
-"""What each of several processes runs: cases that compare a model spread over them with the same model in one.
+"""What each of several processes runs: cases that compare a model spread over them with the same
+model in one.
 
     torchrun --nproc-per-node 2 -m tests.sharded.worker FOLDER CASE KIND ...
 
-It writes ``FOLDER/results.json``: for each case and kind what went wrong on any process, "" where nothing did.
+It writes ``FOLDER/results.json``: for each case and kind what went wrong on any process, "" where
+nothing did.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from adapters.imports import VersionError
 from tests.sharded import cases, models
 
 WRONG = (
-    pytest.fail.Exception, AssertionError, LookupError, TypeError, ValueError, RuntimeError, AttributeError,
+    pytest.fail.Exception,
+    AssertionError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
     VersionError,
-)  # fmt: skip
+)
 
 
 def begin(on: str) -> None:
@@ -59,7 +67,9 @@ def wrong_in(name: str, folder: Path) -> str:
         wrong = ""
     except WRONG:  # it is the result, and the next case runs
         wrong = traceback.format_exc()
-        print(wrong, file=sys.stderr)  # where another process waits for this one, nothing else is seen of it
+        print(
+            wrong, file=sys.stderr
+        )  # where another process waits for this one, nothing else is seen of it
     all_wrong: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(all_wrong, wrong)
     return "\n".join(f"process {rank}: {each}" for rank, each in enumerate(all_wrong) if each)

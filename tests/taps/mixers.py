@@ -6,7 +6,18 @@ import torch
 import transformers
 from torch import nn
 
-from adapters import MLP, Architecture, Block, Embedding, Norm, Projection, Readout, Stack, Step, register
+from adapters import (
+    MLP,
+    Architecture,
+    Block,
+    Embedding,
+    Norm,
+    Projection,
+    Readout,
+    Stack,
+    Step,
+    register,
+)
 from adapters.mixers import Mixer
 from adapters.norms import GEMMA_NORM, RMS_NORM
 from bridge import TransformerBridge
@@ -26,9 +37,10 @@ def only_mixers(mixer: str) -> Callable[[object], Architecture]:
     def declare(config: object) -> Architecture:
         block = Block((Step(mixers[mixer], pre=Norm("norm", RMS_NORM)),))
         return Architecture(
-            (Stack("layers", block, {}, Norm("norm_f", RMS_NORM), Embedding("embeddings")),), Readout("lm_head"),
+            (Stack("layers", block, {}, Norm("norm_f", RMS_NORM), Embedding("embeddings")),),
+            Readout("lm_head"),
             config_values=FACTS,
-        )  # fmt: skip
+        )
 
     return declare
 
@@ -45,14 +57,24 @@ def build(name: str) -> TransformerBridge:
 
 def mamba() -> nn.Module:
     config = transformers.MambaConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, conv_kernel=3, time_step_rank=4
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        conv_kernel=3,
+        time_step_rank=4,
     )
     return declared("mamba", transformers.MambaForCausalLM(config), "MambaPreTrainedModel")
 
 
 def falcon_mamba() -> nn.Module:
     config = transformers.FalconMambaConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, conv_kernel=3, time_step_rank=4
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        conv_kernel=3,
+        time_step_rank=4,
     )
     model = transformers.FalconMambaForCausalLM(config)
     return declared("falcon_mamba", model, "FalconMambaPreTrainedModel")
@@ -60,9 +82,16 @@ def falcon_mamba() -> nn.Module:
 
 def mamba2() -> nn.Module:
     config = transformers.Mamba2Config(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=2,
-        chunk_size=4, conv_kernel=3,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        chunk_size=4,
+        conv_kernel=3,
+    )
     model = transformers.Mamba2ForCausalLM(config)
     return declared("mamba2", model, "Mamba2PreTrainedModel")
 
@@ -75,23 +104,41 @@ def declared(name: str, model: nn.Module, base: str) -> nn.Module:
 
 def qwen3_next() -> nn.Module:
     config = transformers.Qwen3NextConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
         intermediate_size=48,
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
-        mlp_only_layers=[0, 1], num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+        mlp_only_layers=[0, 1],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
     model = transformers.Qwen3NextForCausalLM(config)
     return delta(model, "Qwen3NextPreTrainedModel")
 
 
 def kimi_linear() -> nn.Module:
     config = transformers.KimiLinearConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
         intermediate_size=48,
-        num_attention_heads=4, num_key_value_heads=4, linear_attn_config={"head_dim": 8, "num_heads": 4},
-        mlp_layer_types=["dense", "dense"], pad_token_id=0,
-        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_attn_config={"head_dim": 8, "num_heads": 4},
+        mlp_layer_types=["dense", "dense"],
+        pad_token_id=0,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
     model = transformers.KimiLinearForCausalLM(config)
     return delta(model, "KimiLinearPreTrainedModel")
 
@@ -115,6 +162,9 @@ def delta(model: nn.Module, base: str) -> nn.Module:
 
 
 MODELS = {
-    "mamba": mamba, "falcon_mamba": falcon_mamba, "mamba2": mamba2, "qwen3_next": qwen3_next,
+    "mamba": mamba,
+    "falcon_mamba": falcon_mamba,
+    "mamba2": mamba2,
+    "qwen3_next": qwen3_next,
     "kimi_linear": kimi_linear,
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""Attentions inside of parts that are not known in full: their scores and patterns, read and edited."""
+"""Attentions inside of parts that are not known in full: their scores and patterns, read and
+edited.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def wrapped(kind: str, implementation: str = "sdpa") -> tuple[PreTrainedModel, T
 def eager_with(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """DiffLlama's eager attention, written down again, with another pattern."""
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
         keys, values = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
         scores = query @ keys.transpose(-1, -2) * options["scaling"]
         scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
@@ -62,7 +66,9 @@ def test_a_differential_pattern_is_edited_for_both_halves_of_the_values(
         monkeypatch.setattr(
             modeling_diffllama,
             "eager_attention_forward",
-            lambda self, *args, **options: (other if self is module else own)(self, *args, **options),
+            lambda self, *args, **options: (other if self is module else own)(
+                self, *args, **options
+            ),
         )
         expected = model(TOKENS).logits
     torch.testing.assert_close(edited, expected, rtol=1e-4, atol=1e-5)
@@ -71,7 +77,9 @@ def test_a_differential_pattern_is_edited_for_both_halves_of_the_values(
 
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores", "hook_rot_q", "hook_rot_k"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "zaya", "inkling_text", "gpt_neox_japanese"])
+@pytest.mark.parametrize(
+    "kind", ["diffllama", "jetmoe", "zaya", "inkling_text", "gpt_neox_japanese"]
+)
 def test_gradients_are_slopes_of_edits(kind: str, implementation: str, point: str) -> None:
     _, bridge = wrapped(kind, implementation)
     name = [name for name in bridge.hook_dict if name.endswith(f"attn.{point}")][-1]
@@ -85,7 +93,12 @@ def test_gradients_are_slopes_of_edits(kind: str, implementation: str, point: st
             direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x)
             return torch.where(x.isfinite(), x + step * direction, x)
 
-        return bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, move)]).log_softmax(-1)[..., 7].double().sum()
+        return (
+            bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, move)])
+            .log_softmax(-1)[..., 7]
+            .double()
+            .sum()
+        )
 
     def keep(grad: Tensor, hook: Any) -> None:
         seen["grad"] = grad
@@ -99,7 +112,9 @@ def test_gradients_are_slopes_of_edits(kind: str, implementation: str, point: st
     assert float(along.abs()) > 3e-4
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "zaya", "inkling_text", "zamba", "zamba2", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "kind", ["diffllama", "jetmoe", "zaya", "inkling_text", "zamba", "zamba2", "deepseek_v4"]
+)
 def test_patterns_are_those_that_the_model_returns(kind: str) -> None:
     model, bridge = wrapped(kind, "eager")
     with torch.no_grad():
@@ -119,9 +134,13 @@ def test_an_attention_before_a_mixer_is_known_in_full(kind: str) -> None:
     with torch.no_grad():
         _, cache = bridge.run_with_cache(TOKENS)
         mixed = cache[f"{start}hook_pattern"] @ cache[f"{start}hook_v"].transpose(1, 2)
-        torch.testing.assert_close(cache[f"{start}hook_z"], mixed.transpose(1, 2), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            cache[f"{start}hook_z"], mixed.transpose(1, 2), rtol=1e-5, atol=1e-6
+        )
         z = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{start}hook_z", lambda x, hook: x * 0)])
-        pattern = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{start}hook_pattern", lambda x, hook: x * 0)])
+        pattern = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[(f"{start}hook_pattern", lambda x, hook: x * 0)]
+        )
         torch.testing.assert_close(z, pattern, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(z, model(TOKENS).logits, atol=1e-3)
     assert f"blocks.{layer}.hook_attn_out" in bridge.offered().not_offered and verify(bridge).passed
@@ -130,13 +149,19 @@ def test_an_attention_before_a_mixer_is_known_in_full(kind: str) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("letter", ["q", "k"])
 @torch.no_grad()
-def test_rotated_queries_and_keys_are_edited_for_both_halves_whoever_watches(implementation: str, letter: str) -> None:
+def test_rotated_queries_and_keys_are_edited_for_both_halves_whoever_watches(
+    implementation: str, letter: str
+) -> None:
     _, bridge = wrapped("diffllama", implementation)
     for layer in (0, 1):
         place = f"blocks.{layer}.attn.hook_"
         double: Callable[[Tensor, Any], Tensor] = lambda x, hook: x * 2
-        right = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"{place}{letter}", double)])  # a rotation is linear
+        right = bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[(f"{place}{letter}", double)]
+        )  # a rotation is linear
         rotated = (f"{place}rot_{letter}", double)
         watched = [rotated, (f"{place}pattern", lambda pattern, hook: None)]
         for hooks in ([rotated], watched):
-            torch.testing.assert_close(bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), right, atol=2e-6, rtol=0)
+            torch.testing.assert_close(
+                bridge.run_with_hooks(TOKENS, fwd_hooks=hooks), right, atol=2e-6, rtol=0
+            )

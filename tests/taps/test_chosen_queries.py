@@ -1,4 +1,6 @@
-"""With `pos_slice`, scores and patterns of the chosen queries alone are computed: the same as of all, cut."""
+"""With `pos_slice`, scores and patterns of the chosen queries alone are computed: the same as of
+all, cut.
+"""
 
 import copy
 
@@ -38,7 +40,10 @@ def assert_cut(bridge, tokens, choice, atol=2e-6, **inputs):
     assert names
     for name in names:
         torch.testing.assert_close(part[name], cut(whole[name], choice), atol=atol, rtol=0)
-        assert part[name].untyped_storage().nbytes() <= 2 * part[name].numel() * part[name].element_size()
+        assert (
+            part[name].untyped_storage().nbytes()
+            <= 2 * part[name].numel() * part[name].element_size()
+        )
     return part
 
 
@@ -52,7 +57,8 @@ def made(monkeypatch):
         sizes.append(found.shape[2])
         return found
 
-    # Scores that were made in full and cut afterwards look the same: what was saved is seen here alone.
+    # Scores that were made in full and cut afterwards look the same: what was saved is seen here
+    # alone.
     monkeypatch.setattr(AttentionCall, "scores", scores)
     return sizes
 
@@ -67,7 +73,11 @@ def test_with_padding(family, side, made):
         mask[0, slice(0, 4) if side == "left" else slice(5, 9)] = 0
     for choice in CHOICES:
         bridge.run_with_cache(tokens, attention_mask=mask, pos_slice=choice)
-        assert set(made) == {len(range(9)[slice(*choice)])} if isinstance(choice, tuple) else set(made) <= {1, 3}
+        assert (
+            set(made) == {len(range(9)[slice(*choice)])}
+            if isinstance(choice, tuple)
+            else set(made) <= {1, 3}
+        )
         made.clear()
         assert_cut(bridge, tokens, choice, attention_mask=mask)
         made.clear()
@@ -76,8 +86,16 @@ def test_with_padding(family, side, made):
 @pytest.mark.parametrize(
     ("family", "task", "attention"),
     [
-        *[(family, "causal", kind) for family in ("mistral", "gemma3_text") for kind in ("sdpa", "eager")],
-        *[(family, "masked", kind) for family in ("bert", "modernbert") for kind in ("sdpa", "eager")],
+        *[
+            (family, "causal", kind)
+            for family in ("mistral", "gemma3_text")
+            for kind in ("sdpa", "eager")
+        ],
+        *[
+            (family, "masked", kind)
+            for family in ("bert", "modernbert")
+            for kind in ("sdpa", "eager")
+        ],
         ("gemma2", "causal", "eager"),
         ("gpt_oss", "causal", "eager"),
         ("bloom", "causal", "eager"),
@@ -102,9 +120,15 @@ def test_against_float64_by_hand(tokens):
     q, k = (cache[name].double().transpose(1, 2) for name in names)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     allowed = torch.ones(9, 9, dtype=torch.bool).tril()
-    pattern = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf).softmax(-1)
-    _, part = bridge.run_with_cache(tokens, pos_slice=[4, -1], names_filter="blocks.1.attn.hook_pattern")
-    torch.testing.assert_close(part["pattern", 1].double(), pattern[:, :, [4, 8]], atol=1e-6, rtol=0)
+    pattern = (
+        (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf).softmax(-1)
+    )
+    _, part = bridge.run_with_cache(
+        tokens, pos_slice=[4, -1], names_filter="blocks.1.attn.hook_pattern"
+    )
+    torch.testing.assert_close(
+        part["pattern", 1].double(), pattern[:, :, [4, 8]], atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("what", ["queries", "scores", "pattern"])
@@ -142,7 +166,9 @@ def test_after_a_past(tokens, made):
     _, part = bridge.run_with_cache(tokens[:, 4:], past_key_values=past, pos_slice=-1)
     assert set(made) == {1}
     _, whole = bridge.run_with_cache(tokens)
-    torch.testing.assert_close(part["pattern", 2], whole["pattern", 2][:, :, -1:], atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        part["pattern", 2], whole["pattern", 2][:, :, -1:], atol=2e-6, rtol=0
+    )
 
 
 def test_gradients_of_a_cache_are_of_whole_patterns(tokens):
@@ -189,11 +215,17 @@ def test_the_mask_of_an_opaque_kernel(kernel, window, padded, keys):
     options = {"is_causal": True, "sliding_window": window}
     whole = additive_mask(kernel, query, key, mask, options)
     chosen = torch.tensor([6, 2])
-    assert torch.equal(additive_mask(kernel, query, key, mask, options, chosen), whole[..., chosen, :])
-    call = AttentionCall(query, key, key, mask, 4, kernel=kernel, options={**options, "s_aux": torch.randn(4)})
+    assert torch.equal(
+        additive_mask(kernel, query, key, mask, options, chosen), whole[..., chosen, :]
+    )
+    call = AttentionCall(
+        query, key, key, mask, 4, kernel=kernel, options={**options, "s_aux": torch.randn(4)}
+    )
     part = copy.copy(call)
     part.chosen = chosen
-    torch.testing.assert_close(part.pattern(part.scores()), call.pattern(call.scores())[:, :, chosen])
+    torch.testing.assert_close(
+        part.pattern(part.scores()), call.pattern(call.scores())[:, :, chosen]
+    )
 
 
 def test_a_query_twice_where_there_is_one():
@@ -216,7 +248,9 @@ def test_what_is_written_over_is_the_same():
 
 
 def test_a_hook_may_keep_and_change_the_pattern_it_is_shown(tokens):
-    """It is shown the pattern itself, which nobody else holds: what it writes, counted or not, takes effect."""
+    """It is shown the pattern itself, which nobody else holds: what it writes, counted or not,
+    takes effect.
+    """
     bridge, name = TransformerBridge(tiny("llama")), "blocks.1.attn.hook_pattern"
     kept = []
 

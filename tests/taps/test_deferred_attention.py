@@ -1,4 +1,6 @@
-"""A cache leaves attention to its kernel: scores and patterns are computed when they are asked for."""
+"""A cache leaves attention to its kernel: scores and patterns are computed when they are
+asked for.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ class Softmaxes(TorchFunctionMode):
 def shown(bridge, tokens, name, **inputs):
     """What a hook at one point sees: there the layer computes its scores in full."""
     seen = []
-    bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: seen.append(x.clone()) or None)], **inputs)
+    bridge.run_with_hooks(
+        tokens, fwd_hooks=[(name, lambda x, hook: seen.append(x.clone()) or None)], **inputs
+    )
     return seen[0]
 
 
@@ -44,8 +48,12 @@ def test_caching_everything_changes_no_bit(bridge, tokens):
 def test_it_is_what_the_models_own_eager_attention_computes(bridge, tokens, name):
     _, cache = bridge.run_with_cache(tokens)
     assert torch.equal(cache[LAST + name], shown(bridge, tokens, LAST + name))
-    _, positions = bridge.run_with_cache(tokens, pos_slice=slice(2, 5))  # computed in the run, of these queries alone
-    torch.testing.assert_close(positions[LAST + name], cache[LAST + name][:, :, 2:5], atol=1e-6, rtol=0)
+    _, positions = bridge.run_with_cache(
+        tokens, pos_slice=slice(2, 5)
+    )  # computed in the run, of these queries alone
+    torch.testing.assert_close(
+        positions[LAST + name], cache[LAST + name][:, :, 2:5], atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,11 +83,20 @@ def test_after_a_past_that_later_runs_write_into(tokens, mode):
     bridge = TransformerBridge(tiny("llama"))
     past = StaticCache(config=bridge.original_model.config, max_cache_len=12)
     with mode():
-        caches = [bridge.run_with_cache(part, past_key_values=past)[1] for part in tokens.split([5, 1, 3], dim=1)]
+        caches = [
+            bridge.run_with_cache(part, past_key_values=past)[1]
+            for part in tokens.split([5, 1, 3], dim=1)
+        ]
         _, whole = bridge.run_with_cache(tokens)
-    assert torch.allclose(caches[0]["pattern", 2][..., :5], whole["pattern", 2][:, :, :5, :5], atol=1e-6)
-    assert torch.allclose(caches[1]["pattern", 2][..., :6], whole["pattern", 2][:, :, 5:6, :6], atol=1e-6)
-    assert torch.allclose(caches[2]["pattern", 2][..., :9], whole["pattern", 2][:, :, 6:], atol=1e-6)
+    assert torch.allclose(
+        caches[0]["pattern", 2][..., :5], whole["pattern", 2][:, :, :5, :5], atol=1e-6
+    )
+    assert torch.allclose(
+        caches[1]["pattern", 2][..., :6], whole["pattern", 2][:, :, 5:6, :6], atol=1e-6
+    )
+    assert torch.allclose(
+        caches[2]["pattern", 2][..., :9], whole["pattern", 2][:, :, 6:], atol=1e-6
+    )
 
 
 def test_edited_queries_are_what_it_is_computed_from(tokens):
@@ -119,7 +136,9 @@ def test_a_position_bias_holds_no_graph(tokens):
     bridge = TransformerBridge(any_tiny("t5"))
     name = "encoder.1.attn.hook_pattern"
     with torch.enable_grad():
-        _, cache = bridge.run_with_cache(tokens, decoder_input_ids=tokens, names_filter=["hook_embed", name])
+        _, cache = bridge.run_with_cache(
+            tokens, decoder_input_ids=tokens, names_filter=["hook_embed", name]
+        )
     kept = cache._values[name].attention
     assert not any(x.requires_grad for x in (kept.query, kept.key, kept.mask))
     assert torch.equal(cache[name], shown(bridge, tokens, name, decoder_input_ids=tokens))
@@ -162,7 +181,9 @@ def test_what_it_is_made_from_was_changed(tokens):
     bridge = TransformerBridge(tiny("llama"))
     _, cache = bridge.run_with_cache(tokens)
     cache[LAST + "hook_rot_k"].mul_(2)
-    with pytest.raises(RuntimeError, match=r"blocks\.2\.attn\.hook_pattern cannot be computed any more"):
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.2\.attn\.hook_pattern cannot be computed any more"
+    ):
         cache[LAST + "hook_pattern"]
 
 
@@ -181,6 +202,8 @@ def test_in_the_hook_of_another_run(bridge, tokens):
 def test_generation_with_a_cache_is_the_same_generation(tokens):
     bridge = TransformerBridge(tiny("llama"))
     plain = bridge.generate(tokens, max_new_tokens=8, do_sample=False, return_type="tokens")
-    made = bridge.generate(tokens, max_new_tokens=8, do_sample=False, return_type="tokens", return_cache=True)
+    made = bridge.generate(
+        tokens, max_new_tokens=8, do_sample=False, return_type="tokens", return_cache=True
+    )
     assert torch.equal(made[0], plain)
     assert made[1]["pattern", 0].shape[-2:] == (16, 16)

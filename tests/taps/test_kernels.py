@@ -14,8 +14,20 @@ TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0)
 NEW = {"max_new_tokens": 4, "do_sample": False, "verbose": False, "stop_at_eos": False}
 
 
-def by_hand(module, query, key, value, attention_mask, scaling=None, sliding_window=None, is_causal=None, **kwargs):
-    """Attention as flash computes it: a mask of tokens, the last query at the last key, a window of positions."""
+def by_hand(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    is_causal=None,
+    **kwargs,
+):
+    """Attention as flash computes it: a mask of tokens, the last query at the last key, a window of
+    positions.
+    """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).double()
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).double()
     scores = query.double() @ key.transpose(-1, -2) * scaling
@@ -24,7 +36,9 @@ def by_hand(module, query, key, value, attention_mask, scaling=None, sliding_win
     for q in range(queries):
         place = q + keys - queries
         for k in range(keys):
-            if (causal and k > place) or (sliding_window is not None and k <= place - sliding_window):
+            if (causal and k > place) or (
+                sliding_window is not None and k <= place - sliding_window
+            ):
                 scores[..., q, k] = -torch.inf
     if attention_mask is not None:
         scores = scores.masked_fill(attention_mask[:, None, None].logical_not(), -torch.inf)
@@ -48,13 +62,20 @@ def flash_by_hand(monkeypatch):
 
 def windowed(kind, implementation) -> MistralForCausalLM:
     config = MistralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=61, sliding_window=3 if kind == "window" else None,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=61,
+        sliding_window=3 if kind == "window" else None,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
-    model.config._attn_implementation = implementation  # `set_attn_implementation` looks for flash itself
+    model.config._attn_implementation = (
+        implementation  # `set_attn_implementation` looks for flash itself
+    )
     return model
 
 
@@ -63,8 +84,14 @@ def windowed(kind, implementation) -> MistralForCausalLM:
 @pytest.mark.parametrize("past", [0, 4, 6])
 @torch.no_grad()
 def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, past):
-    """Scores, pattern and edits of them under a kernel of the user's are those of the model's own eager attention."""
-    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]]) if padded else torch.ones(2, 7, dtype=torch.long)
+    """Scores, pattern and edits of them under a kernel of the user's are those of the model's own
+    eager attention.
+    """
+    mask = (
+        torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])
+        if padded
+        else torch.ones(2, 7, dtype=torch.long)
+    )
     seen = mask[:, :, None] * mask[:, None] * torch.ones(7, 7).tril()
     found = []
     for implementation in ("eager", flash_by_hand):
@@ -102,7 +129,9 @@ def test_windows_under_a_kernel_that_shows_nothing(flash_by_hand, kind, padded, 
         ours = ours[..., -keys:]
         torch.testing.assert_close(ours[at], expected[at], atol=1e-5, rtol=1e-4)
         assert not ours[rows & ~at].isfinite().logical_and(ours[rows & ~at] != 0).any()
-    for ours, expected in zip([found[1][0], *found[1][3:]], [found[0][0], *found[0][3:]], strict=True):
+    for ours, expected in zip(
+        [found[1][0], *found[1][3:]], [found[0][0], *found[0][3:]], strict=True
+    ):
         real = mask[:, past:].bool()
         torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-4)
 
@@ -126,12 +155,16 @@ def test_a_query_for_which_a_hook_forbids_everything(implementation):
 
 @pytest.mark.parametrize("name", ["attn_scores", "pattern", "rot_q", "rot_k", "z"])
 def test_queries_packed_in_groups(name):
-    """One query of a padded batch is given to the kernel packed by groups of heads: an edit is of each head."""
+    """One query of a padded batch is given to the kernel packed by groups of heads: an edit is of
+    each head.
+    """
     mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])
 
     def edit(x, hook):
         head = 1 if name in ("attn_scores", "pattern") else 2
-        steps = torch.linspace(0.5, 2, x.shape[head]).view([-1 if axis == head else 1 for axis in range(4)])
+        steps = torch.linspace(0.5, 2, x.shape[head]).view(
+            [-1 if axis == head else 1 for axis in range(4)]
+        )
         return x * steps
 
     made = []
@@ -152,7 +185,9 @@ def test_a_kernel_is_given_back_what_it_returns_itself():
     call = AttentionCall(query, key, value, None, n_heads=6)
     result = call.result(call.pattern(call.scores()))
     assert result.shape == query.shape
-    torch.testing.assert_close(result, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+    torch.testing.assert_close(
+        result, torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    )
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -160,7 +195,9 @@ def test_a_kernel_is_given_back_what_it_returns_itself():
 def test_in_half_precision_a_pattern_is_of_the_models_type_under_every_kernel(kind, kernel):
     model = tiny_model(kind, attn_implementation="eager").to(torch.bfloat16)
     wanted = model(TOKENS, output_attentions=True).attentions[1]
-    model = tiny_model(kind, attn_implementation=kernel if kind != "bloom" else None).to(torch.bfloat16)
+    model = tiny_model(kind, attn_implementation=kernel if kind != "bloom" else None).to(
+        torch.bfloat16
+    )
     bridge, name, shown = TransformerBridge(model), "blocks.1.attn.hook_pattern", []
     plain = model(TOKENS).logits
     logits, cache = bridge.run_with_cache(TOKENS, names_filter=name)

@@ -34,8 +34,13 @@ def namespace_of(bridge: TransformerBridge) -> dict[str, object]:
 class Given:
     """Takes the place of a function of the model's, for layer 0 alone, by hand."""
 
-    def __init__(self, bridge: TransformerBridge, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.own, self.signature = namespace_of(bridge)[name], inspect.signature(namespace_of(bridge)[name])
+    def __init__(
+        self, bridge: TransformerBridge, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.own, self.signature = (
+            namespace_of(bridge)[name],
+            inspect.signature(namespace_of(bridge)[name]),
+        )
         self.arguments: dict[str, Tensor] = {}
         self.result: Tensor | None = None
         self.factor: dict[str | None, float] = {}
@@ -58,7 +63,11 @@ class Given:
 
 
 def whole_functions(bridge: TransformerBridge) -> list[str]:
-    return [name for name in FUNCTIONS if name in namespace_of(bridge) and (name in ONE_STEP or name.endswith("_fn"))]
+    return [
+        name
+        for name in FUNCTIONS
+        if name in namespace_of(bridge) and (name in ONE_STEP or name.endswith("_fn"))
+    ]
 
 
 def shown(x: Tensor, axes: str) -> Tensor:
@@ -66,8 +75,12 @@ def shown(x: Tensor, axes: str) -> Tensor:
     return x.permute([axes.split().index(axis) for axis in order])
 
 
-def test_it_shows_what_the_functions_are_given(bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: "blocks.0.mixer" in name)
+def test_it_shows_what_the_functions_are_given(
+    bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, cache = bridge.run_with_cache(
+        TOKENS, names_filter=lambda name: "blocks.0.mixer" in name
+    )
     assert torch.equal(logits, bridge.original_model(TOKENS).logits)
     givens = {name: Given(bridge, name, monkeypatch) for name in whole_functions(bridge)}
     bridge.original_model(TOKENS)
@@ -81,7 +94,9 @@ def test_it_shows_what_the_functions_are_given(bridge: TransformerBridge, monkey
     assert compared >= 7
 
 
-def test_an_edit_is_an_edit_of_the_argument(bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_is_an_edit_of_the_argument(
+    bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in whole_functions(bridge):
         for seen in FUNCTIONS[name]:
             point = f"blocks.0.mixer.{POINTS[seen.channel][0]}"
@@ -94,11 +109,16 @@ def test_an_edit_is_an_edit_of_the_argument(bridge: TransformerBridge, monkeypat
             assert not torch.allclose(ours, bridge(TOKENS), atol=1e-6), point
 
 
-def test_gradients_are_those_of_the_result(bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_the_result(
+    bridge: TransformerBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in whole_functions(bridge):
         seen = next(seen for seen in FUNCTIONS[name] if seen.parameter is None)
         gradients: list[Tensor] = []
-        hook = (f"blocks.0.mixer.{POINTS[seen.channel][0]}", lambda g, hook, kept=gradients: kept.append(g.clone()))
+        hook = (
+            f"blocks.0.mixer.{POINTS[seen.channel][0]}",
+            lambda g, hook, kept=gradients: kept.append(g.clone()),
+        )
         bridge.run_with_hooks(TOKENS, bwd_hooks=[hook]).pow(2).sum().backward()
         with monkeypatch.context() as patch:
             given = Given(bridge, name, patch)
@@ -124,10 +144,15 @@ def test_the_gate_of_a_step_stands_behind_what_is_shown() -> None:
     bridge = TransformerBridge(tiny_model("falcon_h1", num_hidden_layers=1))
     tokens, name = TOKENS[:1], "blocks.0.mixer.hook_recurrence_out"
     past = bridge.original_model(tokens[:, :-1]).past_key_values
-    for edit in (lambda x, hook: None, lambda x, hook: x + (torch.arange(x.shape[1]) == x.shape[1] - 1)[:, None, None]):
+    for edit in (
+        lambda x, hook: None,
+        lambda x, hook: x + (torch.arange(x.shape[1]) == x.shape[1] - 1)[:, None, None],
+    ):
         with bridge.hooks([(name, edit)]):
             whole, all_of_it = bridge.run_with_cache(tokens, names_filter=name)
-            step, last = bridge.run_with_cache(tokens[:, -1:], names_filter=name, past_key_values=copy.deepcopy(past))
+            step, last = bridge.run_with_cache(
+                tokens[:, -1:], names_filter=name, past_key_values=copy.deepcopy(past)
+            )
         torch.testing.assert_close(last[name], all_of_it[name][:, -1:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(step, whole[:, -1:], rtol=1e-4, atol=1e-5)
 
@@ -142,12 +167,17 @@ def has_states(bridge: TransformerBridge) -> bool:
 def test_the_states_are_those_of_the_recurrence(bridge: TransformerBridge) -> None:
     """By hand, in float64, from what goes into it."""
     ends = {channel: f"blocks.0.mixer.{name}" for channel, (name, _) in POINTS.items()}
-    _, cache = bridge.run_with_cache(TOKENS, names_filter=[STATE, *(n for n in ends.values() if n in bridge.hook_dict)])
+    _, cache = bridge.run_with_cache(
+        TOKENS, names_filter=[STATE, *(n for n in ends.values() if n in bridge.hook_dict)]
+    )
     x = {channel: cache[name].double() for channel, name in ends.items() if name in cache}
     mixer, state = mixer_of(bridge), torch.zeros((), dtype=torch.float64)
     for t in range(TOKENS.shape[1]):
         if "beta" in x:
-            norm = {n: x[n][:, t] * (x[n][:, t].pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() for n in ("q", "k")}
+            norm = {
+                n: x[n][:, t] * (x[n][:, t].pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt()
+                for n in ("q", "k")
+            }
             heads = x["v"].shape[2]
             q, k = (norm[n].repeat_interleave(heads // norm[n].shape[1], dim=1) for n in ("q", "k"))
             decay = x["log_decay"][:, t].exp()
@@ -163,7 +193,10 @@ def test_the_states_are_those_of_the_recurrence(bridge: TransformerBridge) -> No
             dt = torch.nn.functional.softplus(x["dt"][:, t] + bias)
             B, C = x["B"][:, t], x["C"][:, t]
             if two:
-                B, C = (y.repeat_interleave(dt.shape[1] // y.shape[1], dim=1)[:, :, None] for y in (B, C))
+                B, C = (
+                    y.repeat_interleave(dt.shape[1] // y.shape[1], dim=1)[:, :, None]
+                    for y in (B, C)
+                )
                 dt, A = dt[..., None, None], A[:, None, None]
             else:
                 B, C, dt = B[:, None], C[:, None], dt[..., None]
@@ -177,7 +210,9 @@ def test_the_states_are_those_of_the_recurrence(bridge: TransformerBridge) -> No
 
 
 def test_states_go_by_time_steps_within_the_models_limits() -> None:
-    """By hand, in float64: Nemotron-H's scan over a sequence knows a least time step, its function of one step none."""
+    """By hand, in float64: Nemotron-H's scan over a sequence knows a least time step, its function
+    of one step none.
+    """
     least = 0.7
     bridge = TransformerBridge(tiny_model("nemotron_h", time_step_min=least))
     names = [f"blocks.0.mixer.{name}" for name in ("hook_x", "hook_dt_proj", "hook_B")]
@@ -196,7 +231,9 @@ def test_states_go_by_time_steps_within_the_models_limits() -> None:
 
 
 def test_an_edited_state_is_what_follows_is_computed_from(bridge: TransformerBridge) -> None:
-    """What was put into a state at one position stays in it, and everything from there on reads it."""
+    """What was put into a state at one position stays in it, and everything from there on
+    reads it.
+    """
     t, name = 3, "blocks.0.mixer.hook_recurrence_out"
     _, plain = bridge.run_with_cache(TOKENS, names_filter=[name, STATE])
     other = bridge.run_with_cache(TOKENS.flip(1), names_filter=STATE)[1][STATE][:, t]
@@ -214,7 +251,10 @@ def test_an_edited_state_is_what_follows_is_computed_from(bridge: TransformerBri
         return state.clone()
 
     torch.testing.assert_close(
-        bridge.run_with_hooks(TOKENS, fwd_hooks=[(STATE, same_again)]), bridge(TOKENS), rtol=1e-4, atol=1e-5
+        bridge.run_with_hooks(TOKENS, fwd_hooks=[(STATE, same_again)]),
+        bridge(TOKENS),
+        rtol=1e-4,
+        atol=1e-5,
     )
     half = bridge.run_with_hooks(TOKENS, fwd_hooks=[(STATE, lambda s, hook: s * 0.5)])
     assert not torch.allclose(half, bridge(TOKENS), atol=1e-5)
@@ -227,10 +267,14 @@ def test_gradients_of_states_are_refused(bridge: TransformerBridge) -> None:
 
 
 def test_nothing_is_left_in_the_models_module(bridge: TransformerBridge) -> None:
-    before = {name: namespace_of(bridge)[name] for name in FUNCTIONS if name in namespace_of(bridge)}
+    before = {
+        name: namespace_of(bridge)[name] for name in FUNCTIONS if name in namespace_of(bridge)
+    }
     bridge.run_with_cache(TOKENS)
     with pytest.raises(ArithmeticError):
-        bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.mixer.hook_conv", lambda x, hook: 1 / 0)])
+        bridge.run_with_hooks(
+            TOKENS, fwd_hooks=[("blocks.0.mixer.hook_conv", lambda x, hook: 1 / 0)]
+        )
     with bridge.hooks(fwd_hooks=[("blocks.0.mixer.hook_conv", lambda x, hook: None)]):
         bridge(TOKENS)
     assert {name: namespace_of(bridge)[name] for name in before} == before

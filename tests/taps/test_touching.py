@@ -1,4 +1,6 @@
-"""Scores and patterns of the heads and queries that a hook touches are made, and no others: with the same results."""
+"""Scores and patterns of the heads and queries that a hook touches are made, and no others: with
+the same results.
+"""
 
 import copy
 import pickle
@@ -24,17 +26,29 @@ from tests.taps.test_kernels import TOKENS, by_hand, windowed
 from tests.tiny_models import checkpoint, tiny_model
 
 FAMILIES = [
-    ("gpt2", "causal"), ("llama", "causal"), ("mistral", "causal"), ("gemma2", "causal"), ("gemma3_text", "causal"),
-    ("qwen3", "causal"), ("gpt_neox", "causal"), ("opt", "causal"), ("falcon", "causal"), ("gpt_oss", "causal"),
-    ("bloom", "causal"), ("mpt", "causal"), ("starcoder2", "causal"), ("bert", "masked"), ("t5", "seq2seq"),
-]  # fmt: skip
+    ("gpt2", "causal"),
+    ("llama", "causal"),
+    ("mistral", "causal"),
+    ("gemma2", "causal"),
+    ("gemma3_text", "causal"),
+    ("qwen3", "causal"),
+    ("gpt_neox", "causal"),
+    ("opt", "causal"),
+    ("falcon", "causal"),
+    ("gpt_oss", "causal"),
+    ("bloom", "causal"),
+    ("mpt", "causal"),
+    ("starcoder2", "causal"),
+    ("bert", "masked"),
+    ("t5", "seq2seq"),
+]
 PATTERN, SCORES = "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_attn_scores"
 
 
 @pytest.fixture(autouse=True)
 def however_few(monkeypatch):
     """Of few scores the whole is quicker: here it is the parts that are looked at."""
-    monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", 0)
+    monkeypatch.setattr("bridge.taps.attention_tap.FEW_SCORES", 0)
 
 
 @pytest.fixture
@@ -89,7 +103,9 @@ def names_of(task):
         return [PATTERN, SCORES]
     inside = ("hook_pattern", "hook_attn_scores")
     return [
-        f"{part}.{name}" for part in ("encoder.1.attn", "decoder.1.attn", "decoder.1.cross_attn") for name in inside
+        f"{part}.{name}"
+        for part in ("encoder.1.attn", "decoder.1.attn", "decoder.1.cross_attn")
+        for name in inside
     ]
 
 
@@ -98,7 +114,12 @@ CASES = [
     (([0, -1], slice(4, 6)), (slice(0, 4, 3), slice(4, 6))),
     ((None, [-1]), (slice(None), slice(8, 9))),
 ]
-BY_HAND = ("bloom", "mpt", "gpt_oss", "gemma2")  # these have no kernel: their scores are made by the model
+BY_HAND = (
+    "bloom",
+    "mpt",
+    "gpt_oss",
+    "gemma2",
+)  # these have no kernel: their scores are made by the model
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -113,7 +134,9 @@ def test_values_edits_and_gradients_are_those_of_the_whole(family, task, attenti
         hf.zero_grad()
         logits = bridge.run_with_hooks(tokens, fwd_hooks=[(name, fn)], **given)
         logits.log_softmax(-1)[..., 7].sum().backward()
-        return logits.detach(), {key: x.grad.clone() for key, x in hf.named_parameters() if x.grad is not None}
+        return logits.detach(), {
+            key: x.grad.clone() for key, x in hf.named_parameters() if x.grad is not None
+        }
 
     for name in names_of(task):
         for given in (more, more | {"attention_mask": mask}):
@@ -178,11 +201,17 @@ def test_caches_traces_and_added_hooks_of_some_heads(family, task, attention, ma
             made.clear()
             _, cache = bridge.run_with_cache(tokens, names_filter={name: [-1, 0]}, **given)
             assert list(cache) == [f"{name}[0, 3]"] and name not in cache
-            torch.testing.assert_close(cache.part(name, heads=[3, 0]), whole[:, [3, 0]], atol=2e-6, rtol=0)
-            torch.testing.assert_close(cache.part(name, heads=-1, queries=2), whole[:, 3, 2], atol=2e-6, rtol=0)
+            torch.testing.assert_close(
+                cache.part(name, heads=[3, 0]), whole[:, [3, 0]], atol=2e-6, rtol=0
+            )
+            torch.testing.assert_close(
+                cache.part(name, heads=-1, queries=2), whole[:, 3, 2], atol=2e-6, rtol=0
+            )
             torch.testing.assert_close(cache[f"{name}[0, 3]"], whole[:, ::3], atol=2e-6, rtol=0)
             assert all(h <= 2 for h, _ in made) and bool(made) is kernel
-            expected = bridge.run_with_hooks(tokens, fwd_hooks=[(name, on_the_whole(softened, *half))], **given)
+            expected = bridge.run_with_hooks(
+                tokens, fwd_hooks=[(name, on_the_whole(softened, *half))], **given
+            )
             slopes = gradients(expected)
             made.clear()
             with bridge.trace(tokens, **given) as run:
@@ -208,18 +237,31 @@ def softened_hook(x, hook):
 
 def test_a_cache_of_some_heads_says_so(tokens, made):
     bridge = TransformerBridge(tiny("llama"))
-    chosen = {"blocks.0.hook_resid_pre": None, SCORES: 2, "blocks.2.attn.hook_q": [0, 3], "blocks.2.attn.hook_k": 1}
+    chosen = {
+        "blocks.0.hook_resid_pre": None,
+        SCORES: 2,
+        "blocks.2.attn.hook_q": [0, 3],
+        "blocks.2.attn.hook_k": 1,
+    }
     _, whole = bridge.run_with_cache(tokens)
     _, cache = bridge.run_with_cache(tokens, names_filter=chosen)
     assert list(cache) == [
-        "blocks.0.hook_resid_pre", f"{SCORES}[2]", "blocks.2.attn.hook_q[0, 3]", "blocks.2.attn.hook_k[1]",
-    ]  # fmt: skip
+        "blocks.0.hook_resid_pre",
+        f"{SCORES}[2]",
+        "blocks.2.attn.hook_q[0, 3]",
+        "blocks.2.attn.hook_k[1]",
+    ]
     assert torch.equal(cache["resid_pre", 0], whole["resid_pre", 0])
     assert torch.equal(cache.part("q", 2, heads=3), whole["q", 2][:, :, 3])
     assert torch.equal(cache.part("k", 2, heads=[1]), whole["k", 2][:, :, [1]])
-    assert cache["blocks.2.attn.hook_q[0, 3]"].untyped_storage().nbytes() == 2 * 9 * 2 * 8 * 4  # and nothing else
+    assert (
+        cache["blocks.2.attn.hook_q[0, 3]"].untyped_storage().nbytes() == 2 * 9 * 2 * 8 * 4
+    )  # and nothing else
     for ask, said in (
-        (lambda: cache["q", 2], r"it holds the heads \[0, 3\] alone: cache.part\('blocks.2.attn.hook_q', heads=0\)"),
+        (
+            lambda: cache["q", 2],
+            r"it holds the heads \[0, 3\] alone: cache.part\('blocks.2.attn.hook_q', heads=0\)",
+        ),
         (lambda: cache.part("q", 2), r"keeps the heads \[0, 3\], not \[1, 2\]"),
         (lambda: cache.part("q", 2, heads=[0, 1]), r"keeps the heads \[0, 3\], not \[1\]"),
     ):
@@ -230,7 +272,9 @@ def test_a_cache_of_some_heads_says_so(tokens, made):
     copied = pickle.loads(pickle.dumps(cache))
     assert torch.equal(copied.part("blocks.2.attn.hook_q", heads=0), whole["q", 2][:, :, 0])
     row = bridge.run_with_cache(tokens[:1], names_filter=chosen, remove_batch_dim=True)[1]
-    torch.testing.assert_close(row.part("attn_scores", 1, heads=2), whole["attn_scores", 1][0, 2], atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        row.part("attn_scores", 1, heads=2), whole["attn_scores", 1][0, 2], atol=2e-6, rtol=0
+    )
     assert copied.apply_slice_to_batch_dim(1).part("blocks.2.attn.hook_q", heads=0).shape == (9, 8)
     some, _ = bridge.run_with_cache(tokens, names_filter=chosen, pos_slice=-1), made.clear()
     assert some[1].part("attn_scores", 1, heads=2).shape == (2, 1, 9)
@@ -252,7 +296,9 @@ def test_a_cache_of_some_heads_says_so(tokens, made):
     ],
 )
 @pytest.mark.unchecked
-def test_heads_of_a_cache_that_are_refused_before_anything_runs(chosen, options, error, said, tokens):
+def test_heads_of_a_cache_that_are_refused_before_anything_runs(
+    chosen, options, error, said, tokens
+):
     bridge = TransformerBridge(tiny("llama"))
     bridge.original_model.forward = None
     with pytest.raises(error, match=said):
@@ -294,7 +340,10 @@ def test_parts_of_a_trace_in_their_order(tokens, made):
     assert torch.equal(first, whole["resid_post", 0]) and torch.equal(kept, head)
     torch.testing.assert_close(later, whole["mlp_out", 1], atol=1e-5, rtol=1e-5)
     made.clear()
-    with torch.no_grad(), bridge.trace(tokens) as run:  # inside of an attention that is open, all are made
+    with (
+        torch.no_grad(),
+        bridge.trace(tokens) as run,
+    ):  # inside of an attention that is open, all are made
         q = run["blocks.1.attn.hook_q"]
         head = run.part(SCORES, heads=1)
         both = run[PATTERN]
@@ -311,7 +360,9 @@ def test_parts_that_a_trace_refuses(tokens):
             for name in names:
                 run.part(name, **chosen)
 
-    with pytest.raises(OutOfStepError, match="never came"):  # who listens was settled when the attention began
+    with pytest.raises(
+        OutOfStepError, match="never came"
+    ):  # who listens was settled when the attention began
         traced(SCORES, PATTERN, heads=1)
     with pytest.raises(OutOfStepError, match=r"has passed|the model is at"):
         traced("blocks.2.attn.hook_z", PATTERN, heads=1)
@@ -332,7 +383,9 @@ def test_parts_of_a_trace_elsewhere(tokens):
         part[:] = 0
         after = run["blocks.1.hook_attn_out"]
     z[:, :, 2] = 0
-    expected = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: z)])
+    expected = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: z)]
+    )
     torch.testing.assert_close(run.logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.equal(after, whole["attn_out", 1])
     given = whole["resid_pre", 0].clone()
@@ -351,17 +404,23 @@ def test_parts_of_a_trace_elsewhere(tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_in_other_precisions(dtype, tokens):
     bridge = TransformerBridge(tiny("llama", dtype=dtype))
-    expected = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))])
+    expected = bridge.run_with_hooks(
+        tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))]
+    )
     for fn in (Touching(lambda x, hook: softened(x), heads=2), Scale(0.25, heads=2)):
         made = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, fn)])
         assert made.dtype == dtype
-        torch.testing.assert_close(made, expected, atol=1e-12 if dtype == torch.float64 else 0.05, rtol=0)
+        torch.testing.assert_close(
+            made, expected, atol=1e-12 if dtype == torch.float64 else 0.05, rtol=0
+        )
 
 
 def test_under_autocast(tokens):
     bridge = TransformerBridge(tiny("llama"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))])
+        expected = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))]
+        )
         made = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Scale(0.25, heads=2))])
     torch.testing.assert_close(made, expected, atol=0.05, rtol=0)
 
@@ -386,11 +445,17 @@ OPERATIONS = [
 @pytest.mark.parametrize("operation", OPERATIONS, ids=repr)
 @pytest.mark.parametrize("grad", [False, True])
 def test_operations_are_those_of_the_whole(operation, padded, grad, tokens, monkeypatch, made):
-    monkeypatch.setattr("bridge.interventions.operations.MAX_BYTES", 2000)  # a few queries at a time
+    monkeypatch.setattr(
+        "bridge.interventions.operations.MAX_BYTES", 2000
+    )  # a few queries at a time
     bridge = TransformerBridge(tiny("llama"))
     mask = torch.ones_like(tokens)
     if padded:
         mask[0, :4] = 0
+    if padded and isinstance(operation, Mean) and operation.over == "rows":
+        with pytest.raises(ValueError, match="rows with padding"):
+            bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, operation)])
+        return
     with torch.set_grad_enabled(grad):
         # Of the same operation, a function that does not say what it touches.
         def plain(x, hook):
@@ -402,18 +467,25 @@ def test_operations_are_those_of_the_whole(operation, padded, grad, tokens, monk
         found = bridge.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=[(PATTERN, operation)])
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
     if operation != Mean("heads", heads=2):
-        assert (made and all(h * q < 36 for h, q in made)) or (grad and operation.heads == (0, 1, 2, 3))
+        assert (made and all(h * q < 36 for h, q in made)) or (
+            grad and operation.heads == (0, 1, 2, 3)
+        )
 
 
 def test_several_functions_at_once(tokens, made):
-    """Each is shown its own part, as the ones before it have left it; one that needs all makes all."""
+    """Each is shown its own part, as the ones before it have left it; one that needs all
+    makes all.
+    """
     bridge = TransformerBridge(tiny("llama"))
     seen = []
     fns = [
         (PATTERN, Touching(lambda x, hook: seen.append(x.clone()), heads=[1, 2])),
         (SCORES, Touching(lambda x, hook: x * 0.5, heads=2, queries=slice(3, None))),
         (PATTERN, Scale(0.5, heads=2)),
-        (PATTERN, Touching(lambda x, hook: seen.append(x.clone()), heads=[3, 2], queries=-1, keys=[0, 2])),
+        (
+            PATTERN,
+            Touching(lambda x, hook: seen.append(x.clone()), heads=[3, 2], queries=-1, keys=[0, 2]),
+        ),
     ]
     logits = bridge.run_with_hooks(tokens, fwd_hooks=fns)
     assert made == [(3, 9)] and len(seen) == 2
@@ -439,7 +511,9 @@ def test_several_functions_at_once(tokens, made):
 
 def test_pieces_that_fit_into_a_bound(tokens, made):
     bridge = TransformerBridge(tiny("llama"))
-    expected = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(1, 2)))])
+    expected = bridge.run_with_hooks(
+        tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(1, 2)))]
+    )
     seen = []
 
     def fn(x, hook):
@@ -447,7 +521,9 @@ def test_pieces_that_fit_into_a_bound(tokens, made):
         return softened(x)
 
     with torch.no_grad():
-        found = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Touching(fn, heads=1, max_bytes=16 * 2 * 9 * 4))])
+        found = bridge.run_with_hooks(
+            tokens, fwd_hooks=[(PATTERN, Touching(fn, heads=1, max_bytes=16 * 2 * 9 * 4))]
+        )
         assert made[1:] == [(1, 4), (1, 4), (1, 1)] and seen == [4, 4, 1]
         every = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Touching(fn, max_bytes=1))])
         assert made[4:] == [(4, 1)] * 9
@@ -472,9 +548,11 @@ def test_of_few_scores_the_whole_is_made(tokens, made, monkeypatch):
     bridge, edit = TransformerBridge(tiny("llama")), [(PATTERN, Zero(heads=1))]
     part = bridge.run_with_hooks(tokens, fwd_hooks=edit)
     for few, heads in ((2 * 4 * 9 * 9, 4), (2 * 4 * 9 * 9 - 1, 1)):
-        monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", few)
+        monkeypatch.setattr("bridge.taps.attention_tap.FEW_SCORES", few)
         made.clear()
-        torch.testing.assert_close(bridge.run_with_hooks(tokens, fwd_hooks=edit), part, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            bridge.run_with_hooks(tokens, fwd_hooks=edit), part, atol=2e-6, rtol=1e-5
+        )
         assert made == [(heads, 9)]
 
 
@@ -491,7 +569,9 @@ def test_functions_of_gradients(tokens):
     slopes = []
     for function in (Touching(fn, heads=2), whole):
         bridge.original_model.zero_grad()
-        bridge.run_with_hooks(tokens, return_type="loss", bwd_hooks=[(PATTERN, function)]).backward()
+        bridge.run_with_hooks(
+            tokens, return_type="loss", bwd_hooks=[(PATTERN, function)]
+        ).backward()
         slopes.append([x.grad.clone() for x in bridge.parameters() if x.grad is not None])
     assert seen[0].shape == (2, 1, 9, 9) and seen[0].any()
     assert all(map(torch.equal, *slopes))
@@ -543,10 +623,15 @@ def test_who_listens_is_settled_when_a_call_of_the_attention_begins(change, grad
         assert not torch.allclose(expected, before, atol=1e-4)
         if change == "gone":
             handles.append(point.add_hook(Touching(cut, heads=1, max_bytes=300)))
-            assert torch.equal(bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=1))]))
+            assert torch.equal(
+                bridge(tokens), bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=1))])
+            )
             assert not bridge.wiring.listening
             return
-        hooks = [(SCORES, Touching(at_first, heads=[1, 3], max_bytes=900)), (PATTERN, Zero(heads=1))]
+        hooks = [
+            (SCORES, Touching(at_first, heads=[1, 3], max_bytes=900)),
+            (PATTERN, Zero(heads=1)),
+        ]
         found = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
     late[0].remove()
@@ -554,16 +639,19 @@ def test_who_listens_is_settled_when_a_call_of_the_attention_begins(change, grad
 
 
 WRONG = [
-    Set(torch.rand(3, 1, 1), heads=[0, 2]), Scale(torch.rand(8, 1, 1), heads=1), Add(torch.rand(1, 2, 1, 1), heads=0),
-    Clamp(max=torch.rand(5, 1, 1), heads=0), Replace(torch.rand(2, 2, 9, 9), heads=[0, 1]),
+    Set(torch.rand(3, 1, 1), heads=[0, 2]),
+    Scale(torch.rand(8, 1, 1), heads=1),
+    Add(torch.rand(1, 2, 1, 1), heads=0),
+    Clamp(max=torch.rand(5, 1, 1), heads=0),
+    Replace(torch.rand(2, 2, 9, 9), heads=[0, 1]),
     Replace(torch.rand(1, 8, 9, 9), heads=3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("operation", WRONG, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("few", [0, 2**17])
 def test_numbers_for_another_count_of_heads_are_refused(operation, few, tokens, monkeypatch):
-    monkeypatch.setattr("bridge.taps.attention.FEW_SCORES", few)
+    monkeypatch.setattr("bridge.taps.attention_tap.FEW_SCORES", few)
     bridge = TransformerBridge(tiny("llama"))
     for name in (PATTERN, SCORES):
         with pytest.raises(ValueError, match=r"of \w+ has shape .*, for \d heads; .* has 4"):
@@ -594,7 +682,9 @@ def test_a_bound_counts_what_numbers_take(tokens):
     for dtype, rows in ((torch.float64, 4), (torch.float32, 8), (torch.float16, 8)):
         assert rows_within(8 * 16 * 2 * 9, (2, 4, 9, 9), [1], dtype) == rows
         bridge, seen = TransformerBridge(tiny("llama", dtype=dtype)), []
-        for fn in (Touching(lambda x, hook: seen.append(x.shape[2]), heads=1, max_bytes=8 * 16 * 2 * 9),):  # noqa: B023
+        for fn in (
+            Touching(lambda x, hook: seen.append(x.shape[2]), heads=1, max_bytes=8 * 16 * 2 * 9),  # noqa: B023
+        ):
             with torch.no_grad():
                 bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, fn)])
         assert seen[0] == rows
@@ -610,7 +700,9 @@ def test_an_error_midway_leaves_nothing(tokens):
             raise ValueError("midway")
 
     with pytest.raises(ValueError, match="midway"), torch.no_grad():
-        bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Touching(fails, heads=0, max_bytes=2000))])
+        bridge.run_with_hooks(
+            tokens, fwd_hooks=[(PATTERN, Touching(fails, heads=0, max_bytes=2000))]
+        )
     assert len(calls) == 2 and not bridge.wiring.listening
     assert torch.equal(bridge(tokens), before)
     assert not any("forward" in module.__dict__ for module in bridge.original_model.modules())
@@ -618,7 +710,9 @@ def test_an_error_midway_leaves_nothing(tokens):
 
 def test_threads_do_not_meet(tokens):
     bridge = TransformerBridge(tiny("llama"))
-    expected = [bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=head))]) for head in range(4)]
+    expected = [
+        bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=head))]) for head in range(4)
+    ]
 
     def one(head):
         return bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Zero(heads=head))])
@@ -636,11 +730,15 @@ def test_with_adapters_of_peft(tokens):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     bridge = TransformerBridge(model.eval())
-    expected = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))])
+    expected = bridge.run_with_hooks(
+        tokens, fwd_hooks=[(PATTERN, on_the_whole(softened, slice(2, 3)))]
+    )
     expected.sum().backward()
     slopes = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad()
-    found = bridge.run_with_hooks(tokens, fwd_hooks=[(PATTERN, Touching(lambda x, hook: softened(x), heads=2))])
+    found = bridge.run_with_hooks(
+        tokens, fwd_hooks=[(PATTERN, Touching(lambda x, hook: softened(x), heads=2))]
+    )
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
     found.sum().backward()
     for name, x in model.named_parameters():
@@ -648,7 +746,9 @@ def test_with_adapters_of_peft(tokens):
             torch.testing.assert_close(x.grad, slopes[name], atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("fn", [Scale(0.25, heads=2), Touching(lambda x, hook: softened(x), heads=2, max_bytes=1)])
+@pytest.mark.parametrize(
+    "fn", [Scale(0.25, heads=2), Touching(lambda x, hook: softened(x), heads=2, max_bytes=1)]
+)
 def test_checkpointed_blocks_are_computed_again_with_it(fn, tokens):
     slopes = []
     for checkpoints in (False, True):
@@ -667,9 +767,13 @@ def test_checkpointed_blocks_are_computed_again_with_it(fn, tokens):
 def test_in_a_generation(cache, tokens, made):
     bridge = TransformerBridge(tiny("llama"))
     options = {
-        "max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False, "output_logits": True,
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "stop_at_eos": False,
+        "verbose": False,
+        "output_logits": True,
         **({"cache_implementation": cache} if cache else {}),
-    }  # fmt: skip
+    }
     found = []
     for fn in (
         on_the_whole(softened, slice(2, 3)),
@@ -680,7 +784,9 @@ def test_in_a_generation(cache, tokens, made):
         with bridge.hooks(fwd_hooks=[(PATTERN, fn)]):
             found.append(torch.stack(bridge.generate(tokens, **options)["logits"]))
         # A static cache is compiled for one position, whose queries are packed.
-        assert {heads for heads, queries in made if queries > 1} == ({4} if len(found) == 1 else {1})
+        assert {heads for heads, queries in made if queries > 1} == (
+            {4} if len(found) == 1 else {1}
+        )
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(found[0], found[2], atol=2e-5, rtol=1e-5)
     some = Zero(heads=1, from_step=2)
@@ -699,15 +805,21 @@ def test_requests_of_a_batch_and_programs_take_it_from_the_whole(tokens):
         program = bridge.program([PATTERN], changes)
         torch.testing.assert_close(program(tokens)["logits"], expected, atol=2e-6, rtol=1e-5)
     program = bridge.program(
-        [], [(PATTERN, Touching(lambda x, hook, by: x * by, heads=2))], inputs={"by": torch.tensor(1.0)}
+        [],
+        [(PATTERN, Touching(lambda x, hook, by: x * by, heads=2))],
+        inputs={"by": torch.tensor(1.0)},
     )
-    torch.testing.assert_close(program(tokens, by=torch.tensor(0.25))["logits"], expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        program(tokens, by=torch.tensor(0.25))["logits"], expected, atol=2e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2"])
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_kernels_that_are_no_torch_functions(kernel, side, tokens, made, monkeypatch):
-    """The kernel runs on all heads, and what comes of the touched ones is put in: its own tensor stays as it is."""
+    """The kernel runs on all heads, and what comes of the touched ones is put in: its own tensor
+    stays as it is.
+    """
     returned, copies = [], []
 
     def own(*args, **kwargs):
@@ -736,9 +848,14 @@ def test_kernels_that_are_no_torch_functions(kernel, side, tokens, made, monkeyp
 def test_flex_attention_with_a_block_mask():
     mask = create_block_mask(lambda b, h, q, k: (k <= q) & (q - k < 3), 2, None, 9, 9, device="cpu")
     call = AttentionCall(
-        torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), mask, 4, kernel="flex_attention",
+        torch.randn(2, 4, 9, 8),
+        torch.randn(2, 2, 9, 8),
+        torch.randn(2, 2, 9, 8),
+        mask,
+        4,
+        kernel="flex_attention",
         options={"softcap": 2.0, "s_aux": torch.randn(4)},
-    )  # fmt: skip
+    )
     whole = call.pattern(call.scores())
     for heads in (torch.tensor([1]), torch.tensor([0, 3]), torch.tensor([2, 3])):
         for queries in (slice(3, 5), torch.tensor([8, 0])):
@@ -749,11 +866,15 @@ def test_flex_attention_with_a_block_mask():
             torch.testing.assert_close(some.result(pattern), expected)
 
 
-@pytest.mark.parametrize("mask", [(2, 4, 9, 9), (1, 4, 9, 9), (4, 9, 9), (2, 1, 9, 9), (9, 9), (2, 4, 1, 9)])
+@pytest.mark.parametrize(
+    "mask", [(2, 4, 9, 9), (1, 4, 9, 9), (4, 9, 9), (2, 1, 9, 9), (9, 9), (2, 4, 1, 9)]
+)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_with_heads(mask, dtype):
     mask = torch.randn(mask) > 0 if dtype == torch.bool else torch.randn(mask)
-    call = AttentionCall(torch.randn(2, 4, 9, 8), torch.randn(2, 1, 9, 8), torch.randn(2, 2, 9, 8), mask, 4)
+    call = AttentionCall(
+        torch.randn(2, 4, 9, 8), torch.randn(2, 1, 9, 8), torch.randn(2, 2, 9, 8), mask, 4
+    )
     whole, heads = call.pattern(call.scores()), torch.tensor([1, 3])
     some = call.of_heads(heads).of_queries(slice(2, 6))
     torch.testing.assert_close(some.pattern(some.scores()), whole[:, heads, 2:6])
@@ -769,11 +890,17 @@ def test_other_hook_points(tokens):
         seen.append(x.shape)
         return x * 0
 
-    z = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", Touching(fn, heads=[0, 2], queries=-1))])
-    expected = bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", Zero(heads=[0, 2], positions=-1))])
+    z = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.attn.hook_z", Touching(fn, heads=[0, 2], queries=-1))]
+    )
+    expected = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.attn.hook_z", Zero(heads=[0, 2], positions=-1))]
+    )
     torch.testing.assert_close(z, expected)
     assert seen == [(2, 1, 2, 8)]
-    bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_pre", Touching(fn, queries=slice(2, 4)))])
+    bridge.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.1.hook_resid_pre", Touching(fn, queries=slice(2, 4)))]
+    )
     assert seen[1] == (2, 2, 32)
 
 
@@ -786,8 +913,16 @@ def test_other_hook_points(tokens):
         (lambda: Touching(on_the_whole(softened), heads=[]), ValueError, "chooses nothing"),
         (lambda: Touching(on_the_whole(softened), heads=1, max_bytes=0), ValueError, "max_bytes"),
         (lambda: Touching(3, heads=1), TypeError, "function"),
-        (lambda: Touching(Zero(positions=-1), max_bytes=2**20), TypeError, "operations have heads=, positions="),
-        (lambda: Touching(Touching(on_the_whole(softened), heads=1), heads=[1, 2]), TypeError, "within the part"),
+        (
+            lambda: Touching(Zero(positions=-1), max_bytes=2**20),
+            TypeError,
+            "operations have heads=, positions=",
+        ),
+        (
+            lambda: Touching(Touching(on_the_whole(softened), heads=1), heads=[1, 2]),
+            TypeError,
+            "within the part",
+        ),
     ],
 )
 @pytest.mark.unchecked
@@ -802,7 +937,12 @@ def test_what_is_refused_when_it_is_made(make, error, said):
         (PATTERN, Touching(lambda x, hook: x, heads=4), IndexError, "heads is .* has 4"),
         (PATTERN, Touching(lambda x, hook: x, queries=[0, -10]), IndexError, "queries is .* has 9"),
         (PATTERN, Touching(lambda x, hook: x, queries=slice(9, 12)), IndexError, "none of the 9"),
-        (PATTERN, Touching(lambda x, hook: x[..., :1], heads=1), ValueError, r"returned shape \[2, 1, 9, 1\]"),
+        (
+            PATTERN,
+            Touching(lambda x, hook: x[..., :1], heads=1),
+            ValueError,
+            r"returned shape \[2, 1, 9, 1\]",
+        ),
         (PATTERN, Touching(lambda x, hook: x > 0, heads=1), TypeError, "torch.bool"),
         (PATTERN, Touching(lambda x, hook: x, queries=slice(9, 12)), IndexError, "queries is"),
         (PATTERN, Zero(heads=7), IndexError, "heads"),
@@ -822,7 +962,9 @@ def test_a_cache_computes_what_is_asked_of_it(tokens, made):
     _, cache = bridge.run_with_cache(tokens)
     part = cache.part("pattern", 1, heads=slice(1, 3), queries=-1, keys=[0, 2])
     assert made == [(2, 1)] and part.shape == (2, 2, 2)
-    assert cache.part("pattern", 1, heads=3).shape == (2, 9, 9) and cache.part(PATTERN, queries=[3]).shape == (
+    assert cache.part("pattern", 1, heads=3).shape == (2, 9, 9) and cache.part(
+        PATTERN, queries=[3]
+    ).shape == (
         2,
         4,
         1,
@@ -832,9 +974,13 @@ def test_a_cache_computes_what_is_asked_of_it(tokens, made):
     whole = cache["pattern", 1]
     torch.testing.assert_close(part, whole[:, 1:3, -1][..., [0, 2]])
     made.clear()
-    assert torch.equal(cache.part("pattern", 1, heads=3), whole[:, 3]) and not made  # it is there now
+    assert (
+        torch.equal(cache.part("pattern", 1, heads=3), whole[:, 3]) and not made
+    )  # it is there now
     assert torch.equal(cache.part("z", 1, heads=3), cache["z", 1][:, :, 3])
-    torch.testing.assert_close(cache.part("pattern", 2, heads=[3, 0]), cache["pattern", 2][:, [3, 0]])
+    torch.testing.assert_close(
+        cache.part("pattern", 2, heads=[3, 0]), cache["pattern", 2][:, [3, 0]]
+    )
     for index in ({"heads": 4}, {"queries": [9]}, {"heads": slice(4, 4)}):
         with pytest.raises(IndexError):
             bridge.run_with_cache(tokens)[1].part("pattern", 1, **index)
@@ -849,13 +995,31 @@ def test_a_cache_computes_what_is_asked_of_it(tokens, made):
 @pytest.mark.parametrize(
     "index",
     [
-        [3, 0, 0], -1, (2, 2), [], slice(None, None, 2), slice(None, None, -1), slice(-1, 1, -1), (1, None), 4, [0, -5],
-        np.array([1, 0]), np.int64(2), torch.tensor([1, 0]), torch.tensor(2), torch.tensor([[0, 1], [2, 3]]),
-        [[0], [1]], torch.tensor([True, False, False, True]), [True, False, False, True],
-        [True], True, [False] * 4, torch.tensor([0.5]),
+        [3, 0, 0],
+        -1,
+        (2, 2),
+        [],
+        slice(None, None, 2),
+        slice(None, None, -1),
+        slice(-1, 1, -1),
+        (1, None),
+        4,
+        [0, -5],
+        np.array([1, 0]),
+        np.int64(2),
+        torch.tensor([1, 0]),
+        torch.tensor(2),
+        torch.tensor([[0, 1], [2, 3]]),
+        [[0], [1]],
+        torch.tensor([True, False, False, True]),
+        [True, False, False, True],
+        [True],
+        True,
+        [False] * 4,
+        torch.tensor([0.5]),
     ],
     ids=repr,
-)  # fmt: skip
+)
 @pytest.mark.unchecked
 def test_a_part_of_a_cache_is_the_same_before_and_after_the_whole(index, tokens, made):
     bridge = TransformerBridge(tiny("llama"))
@@ -873,7 +1037,9 @@ def test_a_part_of_a_cache_is_the_same_before_and_after_the_whole(index, tokens,
             continue
         torch.testing.assert_close(*found, atol=2e-6, rtol=1e-5)
         given = slice(*index) if isinstance(index, tuple) else index
-        expected = np.moveaxis(np.moveaxis(whole.numpy(), axis, 0)[given], 0, axis if found[1].ndim == 4 else 0)
+        expected = np.moveaxis(
+            np.moveaxis(whole.numpy(), axis, 0)[given], 0, axis if found[1].ndim == 4 else 0
+        )
         if found[1].ndim == 3:
             expected = np.take(whole.numpy(), int(index), axis)
         assert torch.equal(found[1], torch.from_numpy(expected.copy()))
@@ -901,10 +1067,17 @@ def test_a_cache_says_when_what_it_holds_was_written_over(tokens):
 @pytest.mark.parametrize("how", ["cache", "operation", "function"])
 def test_the_peak_of_one_head_is_three_of_its_patterns(dtype, how):
     config = LlamaConfig(
-        hidden_size=256, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, intermediate_size=64,
-        vocab_size=61, max_position_embeddings=2048,
-    )  # fmt: skip
-    bridge = TransformerBridge(LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval())
+        hidden_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=64,
+        vocab_size=61,
+        max_position_embeddings=2048,
+    )
+    bridge = TransformerBridge(
+        LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    )
     tokens, name = torch.randint(0, 61, (1, 2048)), "blocks.0.attn.hook_pattern"
 
     def fn(x, hook):
@@ -929,17 +1102,23 @@ def test_what_chooses_means_one_thing():
     _, whole = bridge.run_with_cache(TOKENS, names_filter=PATTERN)
     torch.testing.assert_close(cache.part(PATTERN, heads=2), whole[PATTERN][:, 2])
     for held in (cache, whole):
-        with pytest.raises(TypeError, match=r"give \[1, 2\] for those, or slice\(1, 2\) for a range"):
+        with pytest.raises(
+            TypeError, match=r"give \[1, 2\] for those, or slice\(1, 2\) for a range"
+        ):
             held.part(PATTERN, heads=(1, 2))
     with pytest.raises(ValueError, match="are one hook point: name it once"):
-        bridge.run_with_cache(TOKENS, names_filter={"blocks.0.attn.o.hook_in": [1], "blocks.0.attn.hook_z": None})
+        bridge.run_with_cache(
+            TOKENS, names_filter={"blocks.0.attn.o.hook_in": [1], "blocks.0.attn.hook_z": None}
+        )
     for add in (bridge.add_hook, bridge.add_perma_hook):
         with pytest.raises(IndexError, match="7"):
             add(PATTERN, lambda x, hook: None, heads=7)
         (handle,) = add(PATTERN, lambda x, hook: x * 0, heads=np.array([1, 3]))
         edited = bridge.run_with_cache(TOKENS, names_filter=PATTERN)[1][PATTERN]
         handle.remove()
-        assert not edited[:, [1, 3]].any() and torch.equal(edited[:, [0, 2]], whole[PATTERN][:, [0, 2]])
+        assert not edited[:, [1, 3]].any() and torch.equal(
+            edited[:, [0, 2]], whole[PATTERN][:, [0, 2]]
+        )
     with pytest.raises(ValueError, match="nothing is between them"):
         Clamp(torch.tensor([0.0, 2.0]), 1.0)
 
@@ -957,5 +1136,6 @@ def test_a_trace_shows_a_point_once():
             both()
     with pytest.raises(TypeError, match="shown whole activations"):
         bridge.run_with_hooks(
-            TOKENS, fwd_hooks=bridge.trace_edit(lambda run: run.part(PATTERN, heads=1), points=[PATTERN])
+            TOKENS,
+            fwd_hooks=bridge.trace_edit(lambda run: run.part(PATTERN, heads=1), points=[PATTERN]),
         )

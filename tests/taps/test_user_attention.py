@@ -21,7 +21,13 @@ PATTERN = "blocks.1.attn.hook_pattern"
 
 
 def sharp(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention with twice the scores."""
     groups = query.shape[1] // key.shape[1]
@@ -32,7 +38,13 @@ def sharp(
 
 
 def by_kernel(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **more: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """The same through torch's kernel."""
     made = nn.functional.scaled_dot_product_attention(
@@ -73,7 +85,9 @@ def test_it_runs_and_is_seen_and_changed(bridge: TransformerBridge):
     model = bridge.original_model
     plain = model(TOKENS).logits
     assert not torch.allclose(plain, tiny("llama-gqa")(TOKENS).logits)  # it is not sdpa
-    logits, cache = bridge.run_with_cache(TOKENS, names_filter=[PATTERN, "blocks.1.attn.hook_rot_k"])
+    logits, cache = bridge.run_with_cache(
+        TOKENS, names_filter=[PATTERN, "blocks.1.attn.hook_rot_k"]
+    )
     assert torch.equal(logits, plain)
     torch.testing.assert_close(cache[PATTERN], expected(model))
 
@@ -83,9 +97,11 @@ def test_it_runs_and_is_seen_and_changed(bridge: TransformerBridge):
     edited = bridge.run_with_hooks(TOKENS, fwd_hooks=[(PATTERN, look_back)])
     value = bridge.run_with_hooks(  # each position gets its own value
         TOKENS,
-        fwd_hooks=[("blocks.1.attn.hook_z", lambda z, hook: v.repeat_interleave(2, 2))]
-        if (v := bridge.run_with_cache(TOKENS)[1]["blocks.1.attn.hook_v"]) is not None
-        else [],
+        fwd_hooks=(
+            [("blocks.1.attn.hook_z", lambda z, hook: v.repeat_interleave(2, 2))]
+            if (v := bridge.run_with_cache(TOKENS)[1]["blocks.1.attn.hook_v"]) is not None
+            else []
+        ),
     )
     torch.testing.assert_close(edited, value)
     program = bridge.program(capture=[PATTERN], interventions=[(PATTERN, look_back)])

@@ -1,4 +1,6 @@
-"""Compiled programs: what they compute by hand, the compiler's own stream, and methods scored on known circuits."""
+"""Compiled programs: what they compute by hand, the compiler's own stream, and methods scored on
+known circuits.
+"""
 
 import itertools
 import random
@@ -41,17 +43,35 @@ def test_the_model_does_what_the_program_says(task: Compiled) -> None:
         said = [task.outputs[i].split(":")[1] for i in found.argmax(-1)]
         name = task.outputs[0].split("_")[0]
         if name in ("either", "most"):
-            assert said == [str("x" in tokens or "y" in tokens if name == "either" else tokens.count("x") > 2.5)] * 4
+            assert (
+                said
+                == [
+                    str(
+                        "x" in tokens or "y" in tokens
+                        if name == "either"
+                        else tokens.count("x") > 2.5
+                    )
+                ]
+                * 4
+            )
             continue
         counts = Counter(tokens)
-        reverse, count, in_order = tokens[::-1], [str(counts[token]) for token in tokens], sorted(tokens)
+        reverse, count, in_order = (
+            tokens[::-1],
+            [str(counts[token]) for token in tokens],
+            sorted(tokens),
+        )
         assert said == {"reverse": reverse, "hist": count, "sort": in_order}[name]
 
 
 @pytest.mark.parametrize("method", ["gradient", "inputs", "activations", "exact"])
 def test_methods_find_the_known_circuit(task: Compiled, method: str) -> None:
     given = task.bridge, task.clean, task.corrupted, task.metric()
-    scores = edge_effects(*given, verbose=False) if method == "exact" else edge_attribution(*given, method, steps=10)
+    scores = (
+        edge_effects(*given, verbose=False)
+        if method == "exact"
+        else edge_attribution(*given, method, steps=10)
+    )
     name = task.bridge.cfg.model_name
     if name in ("either", "most"):  # see the next test
         return
@@ -61,16 +81,19 @@ def test_methods_find_the_known_circuit(task: Compiled, method: str) -> None:
 
 
 def test_what_methods_cannot_find() -> None:
-    """Either of two ways is enough: one edge at a time changes nothing. A steep step has no slope at its ends."""
+    """Either of two ways is enough: one edge at a time changes nothing. A steep step has no slope
+    at its ends.
+    """
     areas: dict[str, dict[str, float]] = {}
     for name in ("either", "most"):
         task = compiled(name)
         given = task.bridge, task.clean, task.corrupted, task.metric()
         scores = {
-            "exact": edge_effects(*given, verbose=False), "gradient": edge_attribution(*given, "gradient"),
+            "exact": edge_effects(*given, verbose=False),
+            "gradient": edge_attribution(*given, "gradient"),
             "10 steps": edge_attribution(*given, "inputs", steps=10),
             "100 steps": edge_attribution(*given, "inputs", steps=100),
-        }  # fmt: skip
+        }
         areas[name] = {method: task.edge_auc(found) for method, found in scores.items()}
     assert areas["either"]["10 steps"] == areas["either"]["100 steps"] == 1.0
     assert max(areas["either"]["exact"], areas["either"]["gradient"]) < 0.75
@@ -81,7 +104,9 @@ def test_what_methods_cannot_find() -> None:
 def test_the_score_of_methods_can_be_bad() -> None:
     task = compiled("sort_unique")
     graph = Graph.of(task.bridge)
-    random = torch.rand(200, len(graph.receivers), len(graph.senders), generator=torch.Generator().manual_seed(0))
+    random = torch.rand(
+        200, len(graph.receivers), len(graph.senders), generator=torch.Generator().manual_seed(0)
+    )
     by_chance = [task.edge_auc(EdgeScores(graph, values)) for values in random]
     assert sum(by_chance) / len(by_chance) == pytest.approx(0.5, abs=0.05)
     right = edge_effects(task.bridge, task.clean, task.corrupted, task.metric(), verbose=False)
@@ -107,28 +132,48 @@ def test_the_known_variable_carries_the_answer() -> None:
 
 
 def test_another_program_is_refused() -> None:
-    with pytest.raises(ValueError, match="there are frac_prevs, reverse, hist, sort_unique, either, most"):
+    with pytest.raises(
+        ValueError, match="there are frac_prevs, reverse, hist, sort_unique, either, most"
+    ):
         compiled("sort")
 
 
 def known_subspace(task: Compiled, variable: str) -> torch.Tensor:
-    """The directions in which the values of a categorical variable differ, orthonormal, ``[d_model, values - 1]``."""
+    """The directions in which the values of a categorical variable differ, orthonormal, ``[d_model,
+    values - 1]``.
+    """
     names = [label.split(":") for label in task.labels]
-    values = [name == variable and rest not in (["BOS"], ["compiler_pad"]) and bool(rest) for name, *rest in names]
+    values = [
+        name == variable and rest not in (["BOS"], ["compiler_pad"]) and bool(rest)
+        for name, *rest in names
+    ]
     one_hot = torch.eye(len(names))[:, torch.tensor(values)]
     return torch.linalg.svd(one_hot - one_hot.mean(1, keepdim=True)).U[:, : sum(values) - 1]
 
 
 def test_a_fitted_rotation_finds_the_known_variable() -> None:
-    """The last position of `reverse` holds its own token and, after the last layer, the first one: the answer."""
+    """The last position of `reverse` holds its own token and, after the last layer, the first one:
+    the answer.
+    """
     task, generator = compiled("reverse"), torch.Generator().manual_seed(0)
     words = [task.vocabulary[word] for word in "abcd"]
-    rows = torch.tensor([[task.vocabulary["BOS"], *row] for row in itertools.product(words, repeat=4)])
+    rows = torch.tensor(
+        [[task.vocabulary["BOS"], *row] for row in itertools.product(words, repeat=4)]
+    )
     base, source = (rows[torch.randint(len(rows), (160,), generator=generator)] for _ in range(2))
-    labels = torch.tensor([task.outputs.index(f"reverse_4:{'abcd'[words.index(int(row[1]))]}") for row in source])
+    labels = torch.tensor(
+        [task.outputs.index(f"reverse_4:{'abcd'[words.index(int(row[1]))]}") for row in source]
+    )
     fit = fit_rotation(
-        task.bridge, base, source, labels, "blocks.3.hook_resid_mid", dimension=3, steps=100, lr=2e-2
-    )  # fmt: skip
+        task.bridge,
+        base,
+        source,
+        labels,
+        "blocks.3.hook_resid_mid",
+        dimension=3,
+        steps=100,
+        lr=2e-2,
+    )
     shares = [
         float((known_subspace(task, name).T @ fit.rotation.columns.detach()).square().sum() / 3)
         for name in ("reverse_4", "tokens")
@@ -138,15 +183,22 @@ def test_a_fitted_rotation_finds_the_known_variable() -> None:
 
 
 def test_a_fitted_rotation_tells_a_variable_from_another_one_at_its_place() -> None:
-    """In `sort_unique` the last position asks which token is the largest (its rank), and takes over what that is.
+    """In `sort_unique` the last position asks which token is the largest (its rank), and takes over
+    what that is.
 
-    Where the first token is the largest and gets the value of another one, that value is the answer, as long as the
-    rank stays. Both are in the stream there.
+    Where the first token is the largest and gets the value of another one, that value is the
+    answer, as long as the rank stays. Both are in the stream there.
     """
     task, rng = compiled("sort_unique"), random.Random(0)
     orders = list(itertools.permutations("12345", 4))
-    pairs = rng.choices([row for row in orders if row[0] == max(row)], k=160), rng.choices(orders, k=160)
-    base, source = (torch.tensor([[task.vocabulary[word] for word in ("BOS", *row)] for row in rows]) for rows in pairs)
+    pairs = (
+        rng.choices([row for row in orders if row[0] == max(row)], k=160),
+        rng.choices(orders, k=160),
+    )
+    base, source = (
+        torch.tensor([[task.vocabulary[word] for word in ("BOS", *row)] for row in rows])
+        for rows in pairs
+    )
     labels = torch.tensor([task.outputs.index(f"sort_12:{row[0]}") for row in pairs[1]])
     given = task.bridge, base, source, labels, "blocks.1.hook_resid_pre"
     fit = fit_rotation(*given, dimension=4, position=1, steps=100, lr=2e-2)
@@ -159,9 +211,13 @@ def test_a_fitted_rotation_tells_a_variable_from_another_one_at_its_place() -> N
 
 
 def test_the_area_under_the_rates_is_the_benchmarks_and_that_of_all_pairs(task: Compiled) -> None:
-    """Both counted out by loops; the benchmark's is of greedy circuits of ten sizes, by trapezoids."""
+    """Both counted out by loops; the benchmark's is of greedy circuits of ten sizes, by
+    trapezoids.
+    """
     graph, known = Graph.of(task.bridge), task.circuit
-    values = torch.randn(graph.exists.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    values = torch.randn(
+        graph.exists.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     scores = EdgeScores(graph, (values * 4).round() + 3 * known.mask)  # with ties
     edges = [(int(receiver), int(sender)) for receiver, sender in graph.exists.nonzero()]
     inside = [abs(float(scores.values[edge])) for edge in edges if known.mask[edge]]
@@ -188,4 +244,6 @@ def test_the_area_under_the_rates_is_the_benchmarks_and_that_of_all_pairs(task: 
         with pytest.raises(ValueError, match="shares are"):
             scores.auroc(known, shares)
     with pytest.raises(ValueError, match="the circuit is of"):
-        scores.auroc(EdgeScores(Graph.of(TransformerBridge.boot_embedded()), torch.zeros(53, 21)).top(1))
+        scores.auroc(
+            EdgeScores(Graph.of(TransformerBridge.boot_embedded()), torch.zeros(53, 21)).top(1)
+        )

@@ -1,4 +1,6 @@
-"""Tasks: prompts of one length whose answers are single tokens, with tokenizers of several kinds."""
+"""Tasks: prompts of one length whose answers are single tokens, with tokenizers of several
+kinds.
+"""
 
 import pytest
 import torch
@@ -12,16 +14,54 @@ from bridge.tasks.tasks import NOUNS
 from tests.conftest import tiny
 
 PROSE = (
-    "When", "and", "went", "to", "the", ",", "gave", "a", "drink", "Then", ".", "After", "had", "lunch", "at", "While",
-    "were", "working", "long", "argument", "store", "garden", "book", "Mary", "John", "Tom", "The", "lasted", "from",
-    "year", "war", "siege",
-)  # fmt: skip
+    "When",
+    "and",
+    "went",
+    "to",
+    "the",
+    ",",
+    "gave",
+    "a",
+    "drink",
+    "Then",
+    ".",
+    "After",
+    "had",
+    "lunch",
+    "at",
+    "While",
+    "were",
+    "working",
+    "long",
+    "argument",
+    "store",
+    "garden",
+    "book",
+    "Mary",
+    "John",
+    "Tom",
+    "The",
+    "lasted",
+    "from",
+    "year",
+    "war",
+    "siege",
+)
 
 
 def tokenizer_of(digits, words=PROSE, bos=True):
-    """A tokenizer with words (and the space before them) and numbers of so many digits as tokens."""
+    """A tokenizer with words (and the space before them) and numbers of so many digits as
+    tokens.
+    """
     numbers = [f"{i:0{digits}}" for i in range(10**digits)]
-    tokens = ["<unk>", "<bos>", *words, *(f" {word}" for word in words), *numbers, *(f" {n}" for n in numbers)]
+    tokens = [
+        "<unk>",
+        "<bos>",
+        *words,
+        *(f" {word}" for word in words),
+        *numbers,
+        *(f" {n}" for n in numbers),
+    ]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     pattern = Regex(rf" ?\d{{1,{digits}}}| ?[^\s\d.,]+|[.,]")
@@ -43,11 +83,24 @@ def test_the_shipped_models_kinds(embedded, kind):
     with torch.no_grad():
         assert (embedded(pairs.clean)[:, -1].argmax(-1) == pairs.answers).all()
         assert (embedded(pairs.corrupted)[:, -1].argmax(-1) == pairs.wrong).float().mean() > 0.9
-        assert pairs.metric()(embedded(pairs.clean)) > 5 > -5 > pairs.metric()(embedded(pairs.corrupted))
+        assert (
+            pairs.metric()(embedded(pairs.clean))
+            > 5
+            > -5
+            > pairs.metric()(embedded(pairs.corrupted))
+        )
     assert embedded.to_tokens(pairs.texts[0][0]).tolist() == pairs.clean[:1].tolist()
     again = embedded_pairs(embedded, kind, 12, seed=3)
     assert torch.equal(again.clean, pairs.clean) and again.texts == pairs.texts
     assert embedded_pairs(embedded, kind, 12, seed=4).texts != pairs.texts
+
+
+def test_a_fact_is_corrupted_in_its_own_sentence(embedded):
+    pairs = embedded_pairs(embedded, "fact", 300)  # "The sun was warm. Every morning the sun is"
+    for text, other in pairs.texts:
+        before = text.rpartition(". ")[0]
+        assert before == other.rpartition(". ")[0]
+    assert ((pairs.clean != pairs.corrupted).sum(dim=1) == 1).all()
 
 
 @pytest.mark.parametrize("corruption", ["swap", "other"])
@@ -55,12 +108,22 @@ def test_ioi(embedded, corruption):
     pairs = ioi(embedded, 10, corruption=corruption)
     check(pairs, 10)
     for (text, other), answer, wrong in zip(pairs.texts, pairs.answers, pairs.wrong, strict=True):
-        receiver, giver = (embedded.to_single_str_token(int(token)).strip() for token in (answer, wrong))
+        receiver, giver = (
+            embedded.to_single_str_token(int(token)).strip() for token in (answer, wrong)
+        )
         assert text.count(giver) == 2 and text.count(receiver) == 1
-        assert other.count(giver) == 1 and other.count(receiver) == (2 if corruption == "swap" else 1)
-    orders = {text.index(wrong.strip()) < text.index(answer.strip()) for (text, _), answer, wrong in zip(
-        pairs.texts, map(embedded.to_single_str_token, pairs.answers.tolist()),
-        map(embedded.to_single_str_token, pairs.wrong.tolist()), strict=True)}  # fmt: skip
+        assert other.count(giver) == 1 and other.count(receiver) == (
+            2 if corruption == "swap" else 1
+        )
+    orders = {
+        text.index(wrong.strip()) < text.index(answer.strip())
+        for (text, _), answer, wrong in zip(
+            pairs.texts,
+            map(embedded.to_single_str_token, pairs.answers.tolist()),
+            map(embedded.to_single_str_token, pairs.wrong.tolist()),
+            strict=True,
+        )
+    }
     assert orders == {True, False}
 
 
@@ -123,7 +186,9 @@ def test_induction(embedded):
     check(pairs, 8)
     assert pairs.clean.shape == (8, 1 + 8 + 4)
     assert torch.equal(pairs.clean[:, 1:5], pairs.clean[:, 9:13])
-    assert torch.equal(pairs.clean[:, 5], pairs.answers) and torch.equal(pairs.corrupted[:, 5], pairs.wrong)
+    assert torch.equal(pairs.clean[:, 5], pairs.answers) and torch.equal(
+        pairs.corrupted[:, 5], pairs.wrong
+    )
     assert ((pairs.clean != pairs.corrupted).sum(1) == 1).all()
     with torch.no_grad():
         assert (embedded(pairs.clean)[:, -1].argmax(-1) == pairs.answers).float().mean() > 0.7

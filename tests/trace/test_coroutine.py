@@ -91,13 +91,19 @@ def test_traces_inside_each_other(bridge):
 
 @pytest.mark.parametrize("depths", [(0, 60), (60, 0), (5, 60, 1)])
 def test_from_any_depth(bridge, depths):
-    """A greenlet's stack lies where its first caller's did: those of later callers are put aside for it."""
+    """A greenlet's stack lies where its first caller's did: those of later callers are put aside
+    for it.
+    """
 
     def deep(n: int) -> torch.Tensor:
-        return traced(bridge) if n == 0 else next(map(deep, [n - 1]))  # through C, whose stack is meant
+        return (
+            traced(bridge) if n == 0 else next(map(deep, [n - 1]))
+        )  # through C, whose stack is meant
 
     wanted: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: wanted.extend(deep(n) for n in depths))  # with a fresh greenlet
+    thread = threading.Thread(
+        target=lambda: wanted.extend(deep(n) for n in depths)
+    )  # with a fresh greenlet
     thread.start()
     thread.join()
     assert len(wanted) == len(depths) and all(torch.equal(x, traced(bridge)) for x in wanted)
@@ -148,7 +154,9 @@ def test_context_variables_of_one_are_not_those_of_the_next(bridge):
     assert seen == ["nothing", "set by the user", "nothing"]
 
 
-def watched(watch: Callable[[Callable[..., object]], None], call: Callable[[], object]) -> list[str]:
+def watched(
+    watch: Callable[[Callable[..., object]], None], call: Callable[[], object]
+) -> list[str]:
     """The functions of the model that a debugger's function is told of."""
     names: list[str] = []
 

@@ -1,4 +1,6 @@
-"""Traces of every family, encoder-decoders and mixers included: against hooks, and against plain torch hooks."""
+"""Traces of every family, encoder-decoders and mixers included: against hooks, and against plain
+torch hooks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.adapters.test_verify_all import OTHER, USUAL, tiny
 from tests.conftest import torch_hooks
 
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(5))
-#: Inputs of heads of their own cannot be had beside the norm that they share, so they are asked for one by one.
+#: Inputs of heads of their own cannot be had beside the norm that they share, so they are asked for
+#: one by one.
 ALONE = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_attn_in")
 
 
@@ -33,7 +36,9 @@ def test_every_point_in_one_trace(name):
     order = fired(bridge)
     expected = {}
     with torch.no_grad():
-        with bridge.hooks(fwd_hooks=[(order, lambda x, hook: expected.update({hook.name: x.clone()}))]):
+        with bridge.hooks(
+            fwd_hooks=[(order, lambda x, hook: expected.update({hook.name: x.clone()}))]
+        ):
             logits = bridge(TOKENS)
         with bridge.trace(TOKENS) as run:
             found = {point: run[point] for point in order}
@@ -42,7 +47,9 @@ def test_every_point_in_one_trace(name):
         assert torch.equal(found[point], expected[point]), point
     assert not torch_hooks(bridge.original_model)
     points = [bridge.hook_dict[point] for point in order]
-    for before, after in itertools.pairwise(points):  # blocks are declared in the order of the computation
+    for before, after in itertools.pairwise(
+        points
+    ):  # blocks are declared in the order of the computation
         if (before.point.stack, before.point.depth) != (after.point.stack, after.point.depth):
             assert before.order < after.order, (before.name, after.name)
 
@@ -50,7 +57,11 @@ def test_every_point_in_one_trace(name):
 @pytest.mark.parametrize("name", USUAL)
 def test_editing_each_point_is_what_a_hook_does(name):
     bridge = TransformerBridge(tiny(name))
-    points = [p for p in bridge.hook_dict if "experts." not in p and p != "embed.hook_in" and "indices" not in p]
+    points = [
+        p
+        for p in bridge.hook_dict
+        if "experts." not in p and p != "embed.hook_in" and "indices" not in p
+    ]
     for point in points:
         with torch.no_grad():
             expected = bridge.run_with_hooks(TOKENS, fwd_hooks=[(point, lambda x, hook: x * 0.5)])
@@ -81,7 +92,9 @@ def test_modules_against_torch_hooks(name):
         logits = bridge(TOKENS)
     for handle in handles:
         handle.remove()
-    once = [path for path in order if order.count(path) == 1 and isinstance(outputs[path], torch.Tensor)]
+    once = [
+        path for path in order if order.count(path) == 1 and isinstance(outputs[path], torch.Tensor)
+    ]
     with torch.no_grad(), bridge.trace(TOKENS) as run:
         for path in once:
             found = run.module(path).output
@@ -97,7 +110,9 @@ def test_shapes_are_those_of_a_run(name):
     expected = {}
     with torch.no_grad():
         bridge.run_with_callback(
-            TOKENS, lambda x, hook: expected.__setitem__(hook.name, (tuple(x.shape), x.dtype)), list(bridge.hook_dict)
+            TOKENS,
+            lambda x, hook: expected.__setitem__(hook.name, (tuple(x.shape), x.dtype)),
+            list(bridge.hook_dict),
         )
     for where in (bridge, TransformerBridge(tiny(name).to("meta"))):
         found = where.shapes(TOKENS)
@@ -105,8 +120,12 @@ def test_shapes_are_those_of_a_run(name):
         for point, (shape, dtype) in expected.items():
             assert found[point].dtype == dtype, point
             assert len(found[point].shape) == len(shape), point
-            assert all(a is None or a == b for a, b in zip(found[point].shape, shape, strict=True)), point
-        assert sum(None in shape.shape for shape in found.values()) == sum(".experts." in point for point in found)
+            assert all(
+                a is None or a == b for a, b in zip(found[point].shape, shape, strict=True)
+            ), point
+        assert sum(None in shape.shape for shape in found.values()) == sum(
+            ".experts." in point for point in found
+        )
 
 
 def test_mixers():
@@ -135,7 +154,9 @@ def test_generation_of_an_encoder_decoder():
     def halve(x, hook):
         return x * 0.5
 
-    with bridge.hooks(fwd_hooks=[("encoder.1.hook_mlp_out", halve), ("decoder.2.cross_attn.hook_z", halve)]):
+    with bridge.hooks(
+        fwd_hooks=[("encoder.1.hook_mlp_out", halve), ("decoder.2.cross_attn.hook_z", halve)]
+    ):
         expected = bridge.generate(TOKENS, return_type="tokens", verbose=False, **given)
     with bridge.trace_generate(TOKENS, **given) as run:
         run["decoder.2.cross_attn.hook_z"] *= 0.5

@@ -1,4 +1,6 @@
-"""What programs for nnsight ask of a trace: outputs, skip, invoke, gradients of a module's output, save."""
+"""What programs for nnsight ask of a trace: outputs, skip, invoke, gradients of a module's output,
+save.
+"""
 
 import pytest
 import torch
@@ -22,20 +24,27 @@ def test_a_skipped_module_returns_what_was_given(bridge):
         run.module("model.layers.1").skip(before)
     with bridge.trace(PROMPT) as other:
         other.skip(1)
-    assert torch.equal(run.logits, other.logits) and not torch.allclose(run.logits, plain, atol=1e-2)
+    assert torch.equal(run.logits, other.logits) and not torch.allclose(
+        run.logits, plain, atol=1e-2
+    )
     called = []
     mlp = bridge.original_model.get_submodule("model.layers.1.mlp.up_proj")
     handle = mlp.register_forward_hook(lambda *_: called.append(1))
     with bridge.trace(PROMPT) as run:
         run.module("model.layers.1.mlp").skip(torch.zeros_like(before))
     handle.remove()
-    by_hand = bridge.run_with_hooks(PROMPT, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
+    by_hand = bridge.run_with_hooks(
+        PROMPT, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)]
+    )
     assert torch.equal(run.logits, by_hand) and not called
     assert torch.equal(bridge(PROMPT), plain), "it is of that run alone"
 
 
 def test_what_cannot_be_skipped(bridge):
-    with pytest.raises(OutOfStepError, match=r"layers\.1 was to be skipped"), bridge.trace(PROMPT) as run:
+    with (
+        pytest.raises(OutOfStepError, match=r"layers\.1 was to be skipped"),
+        bridge.trace(PROMPT) as run,
+    ):
         after = run.module("model.layers.2").output
         run.module("model.layers.1").skip(after)
     with pytest.raises(TypeError, match="is a ModuleList"), bridge.trace(PROMPT) as run:
@@ -74,17 +83,26 @@ def test_the_gradient_of_a_modules_output(bridge):
     with bridge.trace(PROMPT) as named:
         named["blocks.1.hook_resid_post"]
     named.logits[0, -1].max().backward()
-    assert torch.equal(hidden.grad, named.grad("blocks.1.hook_resid_post")) and hidden.grad.abs().max() > 0
+    assert (
+        torch.equal(hidden.grad, named.grad("blocks.1.hook_resid_post"))
+        and hidden.grad.abs().max() > 0
+    )
 
 
 def test_several_prompts_in_one_trace(bridge):
     short = "Mary and John"
-    with pytest.raises(TypeError, match=r"run\.rows\(0\)"), bridge.trace([PROMPT, short]) as run, run.invoke(PROMPT):
+    with (
+        pytest.raises(TypeError, match=r"run\.rows\(0\)"),
+        bridge.trace([PROMPT, short]) as run,
+        run.invoke(PROMPT),
+    ):
         pass
     with torch.no_grad(), bridge.trace([PROMPT, short]) as run:
         run.rows(1)["blocks.1.hook_mlp_out"] = 0.0
     with torch.no_grad():
-        alone = bridge.run_with_hooks(short, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)])
+        alone = bridge.run_with_hooks(
+            short, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0)]
+        )
         assert torch.allclose(run.rows(1).logits, alone, atol=1e-4)
         assert torch.allclose(run.rows(0).logits, bridge(PROMPT), atol=1e-4)
 

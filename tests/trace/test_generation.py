@@ -31,7 +31,11 @@ def test_edits_in_and_outside_the_loop(bridge, tokens):
     def zero_head(x, hook):
         x[:, :, 1] = 0
 
-    hooks = [("blocks.0.attn.hook_z", zero_head), ("blocks.1.hook_mlp_out", halve), ("blocks.2.hook_resid_post", halve)]
+    hooks = [
+        ("blocks.0.attn.hook_z", zero_head),
+        ("blocks.1.hook_mlp_out", halve),
+        ("blocks.2.hook_resid_post", halve),
+    ]
     expected = generated(bridge, tokens, hooks)
     with bridge.trace_generate(tokens, **GIVEN) as run:
         run["blocks.0.attn.hook_z"][:, :, 1] = 0
@@ -46,13 +50,22 @@ def test_edits_in_and_outside_the_loop(bridge, tokens):
 
 def test_methods_in_place_are_edits_of_every_step(bridge, tokens):
     expected = generated(
-        bridge, tokens, [("blocks.2.hook_resid_post", lambda x, hook: x.index_fill(-1, x.new_tensor([3]).long(), 9.0))]
+        bridge,
+        tokens,
+        [
+            (
+                "blocks.2.hook_resid_post",
+                lambda x, hook: x.index_fill(-1, x.new_tensor([3]).long(), 9.0),
+            )
+        ],
     )
     with bridge.trace_generate(tokens, **GIVEN) as run:
         run["blocks.2.hook_resid_post"][:, :, 3].fill_(9.0).clamp_(max=9.0)
         with pytest.raises(RuntimeError, match="hook_resid_post cannot be asked for its norm here"):
             run["blocks.2.hook_resid_post"].norm()
-    assert torch.equal(run.tokens, expected) and not torch.equal(expected, generated(bridge, tokens, []))
+    assert torch.equal(run.tokens, expected) and not torch.equal(
+        expected, generated(bridge, tokens, [])
+    )
 
 
 def test_only_one_step(bridge, tokens):
@@ -126,7 +139,10 @@ def test_a_body_as_hooks(bridge, tokens):
     hooks = [("blocks.0.attn.hook_z", zero_head), ("blocks.1.hook_mlp_out", halve)]
     edit = bridge.trace_edit(body)
     assert [name for name, _ in edit] == ["blocks.0.attn.hook_z", "blocks.1.hook_mlp_out"]
-    assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=edit), bridge.run_with_hooks(tokens, fwd_hooks=hooks))
+    assert torch.equal(
+        bridge.run_with_hooks(tokens, fwd_hooks=edit),
+        bridge.run_with_hooks(tokens, fwd_hooks=hooks),
+    )
     assert torch.equal(generated(bridge, tokens, edit), generated(bridge, tokens, hooks))
     with bridge.hooks(fwd_hooks=edit):
         assert torch.equal(bridge(tokens), bridge(tokens))

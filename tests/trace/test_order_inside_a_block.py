@@ -1,4 +1,6 @@
-"""What a trace says about points of one block that are asked for in another order than the model's."""
+"""What a trace says about points of one block that are asked for in another order than the
+model's.
+"""
 
 import re
 from itertools import combinations
@@ -29,15 +31,23 @@ TOKENS = torch.tensor([[3, 4, 5, 6]])
 def test_too_late_is_an_error_of_order_with_the_models_positions(kind, first, late):
     bridge = TransformerBridge(tiny_model(kind))
     first, late = f"blocks.0.{first}", f"blocks.0.{late}"
-    with pytest.raises(OutOfStepError, match=r"has passed|the model is at") as error, bridge.trace(TOKENS) as run:
+    with (
+        pytest.raises(OutOfStepError, match=r"has passed|the model is at") as error,
+        bridge.trace(TOKENS) as run,
+    ):
         run[first]
         run[late]
-    passed, here = (int(number) for number in re.findall(r"\((\d+) of \d+ points\)", str(error.value)))
+    passed, here = (
+        int(number) for number in re.findall(r"\((\d+) of \d+ points\)", str(error.value))
+    )
     assert passed < here
     with bridge.trace(TOKENS) as run:  # and in the order that it tells
         run[late]
         run[first]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in bridge.original_model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks
+        for module in bridge.original_model.modules()
+    )
 
 
 def test_scores_that_cannot_be_seen_are_still_told_so():
@@ -49,7 +59,10 @@ def test_scores_that_cannot_be_seen_are_still_told_so():
         return o_proj(hidden_states), None
 
     attention.forward = forward
-    with pytest.raises(RuntimeError, match="computed no scores that could be seen"), bridge.trace(TOKENS) as run:
+    with (
+        pytest.raises(RuntimeError, match="computed no scores that could be seen"),
+        bridge.trace(TOKENS) as run,
+    ):
         run["blocks.0.attn.hook_pattern"]
 
 
@@ -64,11 +77,16 @@ def test_a_default_cache_leaves_out_what_cannot_be_seen_with_one_line():
             return kernel(*args, **kwargs)
 
     attention.forward = forward
-    with pytest.warns(UserWarning, match="leaves out hook_rot_q, hook_rot_k, hook_attn_scores, hook_pattern") as said:
+    with pytest.warns(
+        UserWarning, match="leaves out hook_rot_q, hook_rot_k, hook_attn_scores, hook_pattern"
+    ) as said:
         logits, cache = bridge.run_with_cache(TOKENS)
     assert len(said) == 1 and torch.equal(logits, plain)
     left_out = {"blocks.0.attn.hook_attn_scores", "blocks.0.attn.hook_pattern"}
-    assert set(wanted) - set(cache) <= left_out | {"blocks.0.attn.hook_rot_q", "blocks.0.attn.hook_rot_k"}
+    assert set(wanted) - set(cache) <= left_out | {
+        "blocks.0.attn.hook_rot_q",
+        "blocks.0.attn.hook_rot_k",
+    }
     assert left_out <= set(wanted) - set(cache)
     with pytest.raises(RuntimeError, match="computed no scores that could be seen"):
         bridge.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_pattern")
@@ -95,4 +113,6 @@ def test_every_three_points_in_the_models_order_can_be_read_in_one_trace(kind, l
     for names in combinations(points, 3):
         with bridge.trace(TOKENS) as run:
             seen = [run[name] for name in names]
-        assert all(torch.equal(value, cache[name]) for value, name in zip(seen, names, strict=True)), names
+        assert all(
+            torch.equal(value, cache[name]) for value, name in zip(seen, names, strict=True)
+        ), names

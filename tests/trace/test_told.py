@@ -113,9 +113,16 @@ def test_skipping_what_is_listened_to(bridge, tokens):
     silent = pytest.raises(ValueError, match=r"does not run with skip\(1, 1\)")
     with bridge.hooks(fwd_hooks=named), silent, bridge.trace(tokens) as run:
         run.skip(1)
-    with pytest.raises(ValueError, match="is captured, and would not run"), bridge.trace(tokens, capture=[B]) as run:
+    with (
+        pytest.raises(ValueError, match="is captured, and would not run"),
+        bridge.trace(tokens, capture=[B]) as run,
+    ):
         run.skip(1)
-    with torch.no_grad(), bridge.trace(tokens) as run, bridge.hooks(fwd_hooks=named):  # for runs of the body alone
+    with (
+        torch.no_grad(),
+        bridge.trace(tokens) as run,
+        bridge.hooks(fwd_hooks=named),
+    ):  # for runs of the body alone
         run.skip(1)
     with torch.no_grad():
         streams = bridge.run_with_cache(tokens, names_filter="blocks.1.hook_resid_pre")[1]
@@ -132,7 +139,10 @@ def test_skipping_where_the_run_stops(bridge, tokens, stop):
 
 
 def test_assigning_to_a_captured_point_that_has_passed(bridge, tokens):
-    with pytest.raises(OutOfStepError, match=r"has passed|the model is at"), bridge.trace(tokens, capture=[A]) as run:
+    with (
+        pytest.raises(OutOfStepError, match=r"has passed|the model is at"),
+        bridge.trace(tokens, capture=[A]) as run,
+    ):
         run[B]
         run[A] = torch.zeros_like(run[A])
 
@@ -193,7 +203,10 @@ def test_edits_of_every_step_keep_their_operands(bridge, tokens):
                 values.append(step[A].clone())
                 change.fill_(1e6)
     assert all(torch.equal(x, y) for x, y in zip(plain, edited, strict=True))
-    with pytest.raises(AttributeError, match="data"), bridge.trace_generate(tokens[:1], **GIVEN) as run:
+    with (
+        pytest.raises(AttributeError, match="data"),
+        bridge.trace_generate(tokens[:1], **GIVEN) as run,
+    ):
         run[A].data = change
 
 
@@ -212,7 +225,10 @@ def test_parts_outside_of_the_loop(bridge, tokens):
     def generation():
         return bridge.trace_generate(tokens[:1], **GIVEN)
 
-    for ask in (lambda: bridge.blocks[1].output, lambda: setattr(bridge.blocks[1], "output", torch.zeros(1))):
+    for ask in (
+        lambda: bridge.blocks[1].output,
+        lambda: setattr(bridge.blocks[1], "output", torch.zeros(1)),
+    ):
         with pytest.raises(RuntimeError, match="of one step, and the loop"), generation():
             ask()
     with pytest.raises(RuntimeError, match="is at none"), generation() as run:
@@ -244,7 +260,9 @@ def test_shapes_leave_caches_and_hooks_alone(bridge, tokens):
 
 
 def test_hooks_around_and_in_the_body(bridge, tokens):
-    """Those around act first; scoped ones of the body are for its own runs, added ones for every run."""
+    """Those around act first; scoped ones of the body are for its own runs, added ones for every
+    run.
+    """
     order = []
 
     def named(name, factor):
@@ -281,7 +299,9 @@ def test_a_captured_point_that_is_not_computed(bridge, tokens, monkeypatch):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_runs_of_the_body_with_hooks_at_the_same_point(bridge, tokens, when):
-    """Their hooks go when they end, and what feeds queries, keys and values with the edit of the trace stays."""
+    """Their hooks go when they end, and what feeds queries, keys and values with the edit of the
+    trace stays.
+    """
     name = "blocks.1.hook_attn_in"
     hooks = [(name, lambda x, hook: x * 0.5)]
     with torch.no_grad():

@@ -11,7 +11,14 @@ from adapters.imports import known_error
 from bridge import TransformerBridge
 from tests.adapters.test_verify_all import USUAL, tiny
 
-CASES = (*USUAL, "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa", "smollm3-gqa", "gemma2-mha-bias-untied")
+CASES = (
+    *USUAL,
+    "gpt_oss-gqa",
+    "qwen2_moe-gqa",
+    "qwen3_moe-gqa",
+    "smollm3-gqa",
+    "gemma2-mha-bias-untied",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,11 +48,15 @@ def test_family(case: str) -> None:
         last = "hook_normalized_resid_post" if case == "bert" else "hook_resid_post"
         edited = bridge.run_with_hooks(tokens, fwd_hooks=[(f"{first}.{last}", zero)], **more)
         handle = hf.get_submodule(bridge.block_paths[0]).register_forward_hook(_zeros)
-        assert torch.equal(edited, hf(input_ids=tokens, **more).logits) and not torch.equal(edited, own)
+        assert torch.equal(edited, hf(input_ids=tokens, **more).logits) and not torch.equal(
+            edited, own
+        )
         handle.remove()
     if case not in ("bert", "t5"):
         generated = bridge.generate(tokens, max_new_tokens=4, do_sample=False, verbose=False)
-        right = hf.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+        right = hf.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False
+        )
         assert generated.tolist() == right.tolist()
     report = verify(bridge, level="quick")
     if wrong:
@@ -55,7 +66,9 @@ def test_family(case: str) -> None:
     assert report.passed, str(report)
 
 
-def _zeros(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+def _zeros(
+    module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]
+) -> Tensor | tuple[Tensor, ...]:
     if isinstance(output, Tensor):
         return torch.zeros_like(output)
     return torch.zeros_like(output[0]), *output[1:]

@@ -11,10 +11,21 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen2MoeConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2MoeConfig,
+)
 
 from adapters import verify
-from adapters.imports import VersionError, checkpointing_method, has_transformers, older_than_declared
+from adapters.imports import (
+    VersionError,
+    checkpointing_method,
+    has_transformers,
+    older_than_declared,
+)
 from bridge import NativeConfig, TransformerBridge
 from bridge.circuits import edge_attribution
 from bridge.cli.main import main
@@ -25,7 +36,13 @@ from tests.conftest import tiny
 from tests.tiny_models import checkpoint, tiny_model
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+}
 
 
 def missing(*packages: str) -> bool:
@@ -81,7 +98,9 @@ def test_trace_while_training() -> None:
 
 
 def test_gradient_hooks_in_checkpointed_blocks() -> None:
-    """A gradient that is halved where block 1 begins halves the weights' of block 0: checkpointed, or refused."""
+    """A gradient that is halved where block 1 begins halves the weights' of block 0: checkpointed,
+    or refused.
+    """
     torch.manual_seed(0)
     bridge = TransformerBridge(LlamaForCausalLM(LlamaConfig(**SIZES)))
     tokens, weight = torch.tensor([[1, 2, 3]]), bridge.core.model.layers[0].mlp.down_proj.weight
@@ -97,7 +116,9 @@ def test_gradient_hooks_in_checkpointed_blocks() -> None:
     bridge.core.train()
     getattr(bridge.core, checkpointing_method())()
     if not has_transformers("5.23"):
-        with pytest.raises(VersionError, match=r"with activation checkpointing needs transformers 5\.23") as refused:
+        with pytest.raises(
+            VersionError, match=r"with activation checkpointing needs transformers 5\.23"
+        ) as refused:
             gradient()
         pytest.skip(f"refused by name: {refused.value}")
     torch.testing.assert_close(gradient(), right)
@@ -106,12 +127,19 @@ def test_gradient_hooks_in_checkpointed_blocks() -> None:
 def test_generation(embedded: TransformerBridge) -> None:
     tokens = embedded.to_tokens(PROMPT)
     own = embedded.core.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5, do_sample=False, pad_token_id=0
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=5,
+        do_sample=False,
+        pad_token_id=0,
     )
     options = {"max_new_tokens": 5, "do_sample": False, "verbose": False}
     assert torch.equal(embedded.generate(tokens, **options), own)
     pieces = list(embedded.generate_stream(tokens, max_new_tokens=5, do_sample=False))
-    assert torch.cat(pieces, -1)[0].tolist() == own[0, -sum(piece.shape[-1] for piece in pieces) :].tolist()
+    assert (
+        torch.cat(pieces, -1)[0].tolist()
+        == own[0, -sum(piece.shape[-1] for piece in pieces) :].tolist()
+    )
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
@@ -129,7 +157,9 @@ def test_what_came_before_has_either_name(embedded: TransformerBridge, name: str
     seen = []
     found = [
         embedded(rest, **past()),
-        embedded.run_with_hooks(rest, fwd_hooks=[(point, lambda x, hook: seen.append(x.clone()))], **past()),
+        embedded.run_with_hooks(
+            rest, fwd_hooks=[(point, lambda x, hook: seen.append(x.clone()))], **past()
+        ),
         embedded.run_with_cache(rest, **past())[0],
         embedded(after, start_at_layer=1, **past()),
         embedded.program()(rest, use_cache=True, **past())["logits"],
@@ -148,11 +178,15 @@ def test_what_came_before_has_either_name(embedded: TransformerBridge, name: str
 
 def test_generate_batch(embedded: TransformerBridge) -> None:
     if not has_transformers("5.20"):
-        with pytest.raises(VersionError, match=r"generate_batch needs transformers 5\.20 or later") as refused:
+        with pytest.raises(
+            VersionError, match=r"generate_batch needs transformers 5\.20 or later"
+        ) as refused:
             embedded.generate_batch([PROMPT], 4)
         pytest.skip(f"refused by name: {refused.value}")
     (answer,) = embedded.generate_batch([PROMPT], 4, do_sample=False)
-    alone = embedded.generate(PROMPT, max_new_tokens=4, do_sample=False, verbose=False, return_type="tokens")
+    alone = embedded.generate(
+        PROMPT, max_new_tokens=4, do_sample=False, verbose=False, return_type="tokens"
+    )
     assert answer.tokens.tolist() == alone[0, -len(answer.tokens) :].tolist()
 
 
@@ -177,9 +211,13 @@ def test_weight_processing() -> None:
 
 def test_programs(embedded: TransformerBridge) -> None:
     tokens = embedded.to_tokens(PROMPT)
-    program = embedded.program(["blocks.3.hook_resid_post"], [("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)])
+    program = embedded.program(
+        ["blocks.3.hook_resid_post"], [("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)]
+    )
     with torch.no_grad():
-        right = embedded.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)])
+        right = embedded.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.1.hook_mlp_out", lambda x, hook: x * 0.5)]
+        )
         torch.testing.assert_close(program(tokens)["logits"], right)
 
 
@@ -189,7 +227,9 @@ def test_export(embedded: TransformerBridge) -> None:
     old = Version(torch.__version__) < Version("2.11")
     needed = "transformers 5.23" if not has_transformers("5.23") else "torch 2.11" if old else ""
     if needed:
-        with pytest.raises(VersionError, match=f"exporting a program needs {needed} or later") as refused:
+        with pytest.raises(
+            VersionError, match=f"exporting a program needs {needed} or later"
+        ) as refused:
             embedded.export(tokens)
         pytest.skip(f"refused by name: {refused.value}")
     exported = embedded.export(tokens, "dynamo")
@@ -214,7 +254,9 @@ def test_patched_loading(tmp_path: Path) -> None:
         pass
 
     if not has_transformers("5.21"):
-        with pytest.raises(VersionError, match=r"loading with patches needs transformers 5\.21") as refused:
+        with pytest.raises(
+            VersionError, match=r"loading with patches needs transformers 5\.21"
+        ) as refused:
             TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
         pytest.skip(f"refused by name: {refused.value}")
     bridge = TransformerBridge.boot_transformers(str(tmp_path), patches={"LlamaRMSNorm": Ours})
@@ -224,7 +266,9 @@ def test_patched_loading(tmp_path: Path) -> None:
 
 def test_inference_and_proof() -> None:
     torch.manual_seed(0)
-    bridge = TransformerBridge(MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval())
+    bridge = TransformerBridge(
+        MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval()
+    )
     assert bridge.offered().inferred and verify(bridge, level="quick").passed
     llama = TransformerBridge(tiny("llama"), automatic="always")
     assert llama.offered().inferred and not llama.offered().not_offered and verify(llama).passed
@@ -240,7 +284,12 @@ def test_what_was_another_class_before_is_inferred(model_type: str) -> None:
 
 
 def test_experts() -> None:
-    mixed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    mixed = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 2,
+    }
     from transformers import Qwen2MoeForCausalLM
 
     bridge = TransformerBridge(Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **mixed)).eval())
@@ -270,7 +319,9 @@ def test_harvest(embedded: TransformerBridge, tmp_path: Path) -> None:
 
     point, out = "blocks.2.hook_resid_post", tmp_path / "out"
     texts = [PROMPT, "Mary and John"]
-    harvest(embedded, texts, hook_points=[point], out=out, context_size=16, pack=False, dtype="float32")
+    harvest(
+        embedded, texts, hook_points=[point], out=out, context_size=16, pack=False, dtype="float32"
+    )
     rows = Activations(out)
     with torch.no_grad():
         seen = torch.cat([embedded.run_with_cache(text)[1][point][0] for text in texts])
@@ -283,5 +334,7 @@ def test_pictures(embedded: TransformerBridge, tmp_path: Path) -> None:
     from bridge import pictures
 
     lens = embedded.lens(PROMPT)
-    pictures.logit_lens(lens.stack(), embedded.to_str_tokens(PROMPT), embedded).save(tmp_path / "lens.svg")
+    pictures.logit_lens(lens.stack(), embedded.to_str_tokens(PROMPT), embedded).save(
+        tmp_path / "lens.svg"
+    )
     assert (tmp_path / "lens.svg").read_text().startswith("<svg")

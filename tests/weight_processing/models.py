@@ -15,13 +15,22 @@ _SIZES = families.SIZES
 _GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20}
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
-    "gpt2-scaled-by-layer": ("GPT2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 20}),
+    "gpt2-scaled-by-layer": (
+        "GPT2",
+        _GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 20},
+    ),
     "gpt_neox": ("GPTNeoX", _SIZES),
-    "gpt_neox-serial-tied": ("GPTNeoX", _SIZES | {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "gpt_neox-serial-tied": (
+        "GPTNeoX",
+        _SIZES | {"use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
     "bloom": ("Bloom", {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "opt": ("OPT", families.OPT | {"word_embed_proj_dim": 32}),
     "llama": ("Llama", _SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama-bias": ("Llama", _SIZES | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "llama-bias": (
+        "Llama",
+        _SIZES | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    ),
     "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": 4}),
     "qwen2": ("Qwen2", _SIZES | {"num_key_value_heads": 2}),
     "qwen2-mha": ("Qwen2", _SIZES | {"num_key_value_heads": 4}),
@@ -84,4 +93,6 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 
 def same(model: nn.Module, values: dict[str, Tensor]) -> bool:
     now = model.state_dict()
-    return set(now) == set(values) and all(torch.equal(value, now[name]) for name, value in values.items())
+    return set(now) == set(values) and all(
+        torch.equal(value, now[name]) for name, value in values.items()
+    )

@@ -1,4 +1,6 @@
-"""The comparison before and after: what it finds, in half precision too, and what an error leaves behind."""
+"""The comparison before and after: what it finds, in half precision too, and what an error leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FOLD, UNEMBED, VALUES = steps.fold_layer_norm, steps.center_unembed, steps.fold_
 def in_half(case: str, dtype: torch.dtype) -> Any:
     model = tiny(case, dtype)
     if "moe" in case or "oss" in case or "mixtral" in case:
-        model.set_experts_implementation("eager")  # the default one cannot multiply such narrow matrices in half
+        model.set_experts_implementation(
+            "eager"
+        )  # the default one cannot multiply such narrow matrices in half
     return model
 
 
@@ -39,7 +43,10 @@ def test_rounding_is_no_difference(case: str, dtype: torch.dtype) -> None:
 
 
 def without_weight(W: Tensor, w: Tensor | None, *more: Any) -> tuple[Tensor, Tensor | None]:
-    return FOLD(W, None if w is None else torch.ones_like(w), None, more[1])[0], FOLD(W, w, *more)[1]
+    return (
+        FOLD(W, None if w is None else torch.ones_like(w), None, more[1])[0],
+        FOLD(W, w, *more)[1],
+    )
 
 
 def a_little_large(W: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
@@ -60,10 +67,17 @@ def a_little_large(W: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
 )
 @pytest.mark.parametrize("case", ["gpt2", "llama-bias", "phi", "qwen2"])
 def test_a_wrong_transform_is_caught(
-    monkeypatch: pytest.MonkeyPatch, case: str, step: str, name: str, wrong: Callable[..., Any], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    step: str,
+    name: str,
+    wrong: Callable[..., Any],
+    dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(steps, name, wrong)
-    with pytest.raises(ProcessingError, match=rf"through {step}\. The model's weights have been changed"):
+    with pytest.raises(
+        ProcessingError, match=rf"through {step}\. The model's weights have been changed"
+    ):
         TransformerBridge(tiny(case, dtype)).process_weights(check="each")
     with pytest.raises(ProcessingError, match=r"through one of fold_ln, .*check='each' says which"):
         TransformerBridge(tiny(case, dtype)).process_weights()
@@ -71,7 +85,9 @@ def test_a_wrong_transform_is_caught(
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("case", ["gpt2", "gpt_neo", "gptj", "bloom", "opt", "gemma-mqa", "mixtral-gqa"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "gpt_neo", "gptj", "bloom", "opt", "gemma-mqa", "mixtral-gqa"]
+)
 def test_half_precision_weights_in_float32(case: str, dtype: torch.dtype) -> None:
     model, exact = in_half(case, dtype), in_half(case, dtype).float()
     with torch.no_grad(), InFloat32():
@@ -84,7 +100,9 @@ def test_half_precision_weights_in_float32(case: str, dtype: torch.dtype) -> Non
 def test_the_check_in_half_precision_holds_one_piece_in_float32() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=40000, n_positions=64)).bfloat16()
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=40000, n_positions=64)
+    ).bfloat16()
     cfg = TransformerBridge(model).cfg
     with torch.no_grad(), Memory(model) as memory:
         LogProbCheck(model, cfg)
@@ -157,7 +175,9 @@ def test_what_cannot_be_compared() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
     bridge, values = TransformerBridge(model), copies(model)
-    with pytest.raises(ProcessingError, match=r"are not finite.*Nothing was changed\. With check=False"):
+    with pytest.raises(
+        ProcessingError, match=r"are not finite.*Nothing was changed\. With check=False"
+    ):
         bridge.process_weights()
     assert same(model, values)
     assert bridge.cfg.processed == {}
@@ -203,7 +223,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
     half_done = copies(model)
     for again in (bridge, TransformerBridge(model), TransformerBridge(copy.deepcopy(model))):
         for choices in ({}, {"fold_ln": True}):
-            with pytest.raises(ProcessingError, match="did not come to its end: load them again"):
+            with pytest.raises(ProcessingError, match="an earlier call did not finish"):
                 again.process_weights(**choices)
     assert same(model, half_done)
     bridge.load_state_dict(raw)
@@ -217,7 +237,7 @@ def test_after_a_difference_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(steps, "center_unembed", lambda W, *mean: UNEMBED(W, *mean) * 1.5)
         with pytest.raises(ProcessingError, match="log probabilities changed by"):
             bridge.process_weights()
-    with pytest.raises(ProcessingError, match="did not come to its end"):
+    with pytest.raises(ProcessingError, match="an earlier call did not finish"):
         bridge.process_weights()  # which would find no difference to what is wrong by now
     assert bridge.cfg.processed == {}
 

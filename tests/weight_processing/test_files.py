@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from bridge import NativeConfig, TransformerBridge
 from bridge.native import NativeModel
@@ -33,7 +39,9 @@ def test_hugging_face_loads_the_same_function(case: str, tmp_path: Path) -> None
     assert set(loaded.state_dict()) == keys
     assert not loaded.config.tie_word_embeddings
     torch.testing.assert_close(log_probs(loaded.eval()), before, atol=3e-5, rtol=1e-5)
-    torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("case", SAVED)
@@ -107,7 +115,9 @@ def test_an_output_bias_that_was_trained_is_not_lost_in_silence(tmp_path: Path) 
     bridge = processed("qwen2")
     with torch.no_grad():
         bridge.original_model.model.layers[0].self_attn.o_proj.bias.add_(1.0)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.bias has changed since the value biases"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.o_proj\.bias has changed since the value biases"
+    ):
         bridge.original_model.save_pretrained(tmp_path)
 
 
@@ -118,7 +128,9 @@ def test_a_trained_unembedding_bias_is_kept(tmp_path: Path) -> None:
         model.lm_head.weight.add_(torch.randn(61, 32))
     before = log_probs(model)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5
+    )
 
 
 def test_in_several_files(tmp_path: Path) -> None:
@@ -146,7 +158,9 @@ def test_copies(case: str, tmp_path: Path) -> None:
         assert torch.equal(twin(tokens()), bridge(tokens()))
         twin.original_model.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        torch.testing.assert_close(log_probs(loaded), log_probs(bridge.original_model), atol=3e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            log_probs(loaded), log_probs(bridge.original_model), atol=3e-5, rtol=1e-5
+        )
 
 
 def trained(bridge: TransformerBridge) -> None:
@@ -195,8 +209,12 @@ def test_fused_projections_without_biases(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_small_constant_is_not_rounded_away(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A bias of about 1 is a constant of 1/512 in each row of the unembedding, whose elements are far larger."""
-    model = GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=1, n_head=4, vocab_size=61, bos_token_id=0, eos_token_id=0))
+    """A bias of about 1 is a constant of 1/512 in each row of the unembedding, whose elements are
+    far larger.
+    """
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=512, n_layer=1, n_head=4, vocab_size=61, bos_token_id=0, eos_token_id=0)
+    )
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         model.transformer.wte.weight.normal_(0, 0.5)
@@ -228,7 +246,9 @@ def test_in_another_type_since(tmp_path: Path) -> None:
     model = bridge.original_model.float()
     before = log_probs(model)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=0.02, rtol=0
+    )
 
 
 def test_saving_in_float64_leaves_the_model_alone(tmp_path: Path) -> None:
@@ -239,8 +259,12 @@ def test_saving_in_float64_leaves_the_model_alone(tmp_path: Path) -> None:
     assert same(bridge.original_model, values)
 
 
-def test_a_large_matrix_is_written_in_large_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=61, bos_token_id=0, eos_token_id=0))
+def test_a_large_matrix_is_written_in_large_pieces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=61, bos_token_id=0, eos_token_id=0)
+    )
     model.transformer.ln_f.bias.data.normal_()
     TransformerBridge(model.bfloat16().eval()).process_weights()
     sizes = []
@@ -266,7 +290,9 @@ def test_an_unembedding_that_was_untied_by_hand(how: str, tmp_path: Path) -> Non
     assert torch.equal(model.model.embed_tokens.weight, embedding)
     assert not model.config.tie_word_embeddings
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path)), before, atol=3e-5, rtol=1e-5
+    )
 
 
 def test_the_generation_settings_are_kept(tmp_path: Path) -> None:
@@ -277,7 +303,9 @@ def test_the_generation_settings_are_kept(tmp_path: Path) -> None:
 
 
 def test_native(tmp_path: Path) -> None:
-    model = NativeModel(NativeConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=61, n_ctx=20, act_fn="gelu", seed=0))
+    model = NativeModel(
+        NativeConfig(n_layers=2, d_model=16, n_heads=2, d_vocab=61, n_ctx=20, act_fn="gelu", seed=0)
+    )
     bridge = TransformerBridge(model.eval())
     assert not is_processed(model)
     bridge.process_weights()

@@ -22,7 +22,9 @@ D = 6
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
+    )
 
 
 def close(a: Tensor, b: Tensor) -> None:

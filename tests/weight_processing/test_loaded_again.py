@@ -15,13 +15,23 @@ TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0)
 def test_norms_without_weights_when_raw_weights_are_loaded_again(kind):
     """There is nothing in them to fold: whether they were folded is seen by what reads them."""
     if kind == "native":
-        fields = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_vocab": 61, "n_ctx": 9, "act_fn": "relu", "seed": 0}
+        fields = {
+            "n_layers": 2,
+            "d_model": 32,
+            "n_heads": 4,
+            "d_vocab": 61,
+            "n_ctx": 9,
+            "act_fn": "relu",
+            "seed": 0,
+        }
         bridge = TransformerBridge.boot_native({**fields, "normalization_type": "LNPre"}).eval()
     else:
         model = tiny("gpt2")
         for block in model.transformer.h:
             block.ln_1 = block.ln_2 = None
-            block.ln_1, block.ln_2 = (torch.nn.LayerNorm(32, elementwise_affine=False) for _ in range(2))
+            block.ln_1, block.ln_2 = (
+                torch.nn.LayerNorm(32, elementwise_affine=False) for _ in range(2)
+            )
         model.transformer.ln_f = torch.nn.LayerNorm(32, elementwise_affine=False)
         bridge = TransformerBridge(model)
     raw = copy.deepcopy(bridge.original_model.state_dict())

@@ -78,7 +78,11 @@ def test_the_norm_before_a_mixture_is_folded_into_all_that_reads_it(case: str) -
             layer, part = name.split(".mlp.")
             weight = raw[f"{layer}.post_attention_layernorm.weight"]
             axis = READERS[case].get(part)
-            right = raw[name] if axis is None else raw[name].mul(weight.view(-1, *[1] * (raw[name].ndim - axis - 1)))
+            right = (
+                raw[name]
+                if axis is None
+                else raw[name].mul(weight.view(-1, *[1] * (raw[name].ndim - axis - 1)))
+            )
             assert torch.equal(value, right), name
 
 
@@ -119,10 +123,18 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", [32_000, 128_256, 262_144])
-def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: int, dtype: torch.dtype) -> None:
-    """The weights are as centring leaves them, and as it left them in whatever type they are converted to."""
+def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(
+    vocabulary: int, dtype: torch.dtype
+) -> None:
+    """The weights are as centring leaves them, and as it left them in whatever type they are
+    converted to.
+    """
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=vocabulary
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=vocabulary,
     )
     torch.manual_seed(0)
     bridge = TransformerBridge(LlamaForCausalLM(config).to(dtype).eval())
@@ -130,7 +142,10 @@ def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: 
     assert not is_as_left(ProcessedParts(bridge.weights), "center_unembed")
     bridge.process_weights(check=False)
     # The mean that is left is no more than half a step of each number.
-    assert bridge.W_U.double().mean(-1).abs().max() <= raw.double().abs().mean(-1).max() * torch.finfo(dtype).eps
+    assert (
+        bridge.W_U.double().mean(-1).abs().max()
+        <= raw.double().abs().mean(-1).max() * torch.finfo(dtype).eps
+    )
     done = {name for name, state in bridge.cfg.processed.items() if state == "done"}
     assert done == {"fold_ln", "center_unembed", "fold_value_biases"}
     for converted in (torch.float32, torch.float16, dtype):
@@ -144,7 +159,9 @@ def test_a_mean_over_a_large_vocabulary_that_rounding_keeps_in_part(vocabulary: 
 
 
 def test_one_plus_the_weight_is_not_rounded() -> None:
-    """Gemma's norms add one to their weight in float32, also where that is stored in half precision."""
+    """Gemma's norms add one to their weight in float32, also where that is stored in half
+    precision.
+    """
     model = tiny("gemma-mqa", torch.bfloat16)
     layer = model.model.layers[0]
     right = layer.mlp.up_proj.weight.float() * (1 + layer.post_attention_layernorm.weight.float())
@@ -192,7 +209,8 @@ def test_refactoring_a_head_that_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [("fold_value_biases", "fold_ln"), ("center_unembed", "fold_ln", "center_writing_weights")]
+    "order",
+    [("fold_value_biases", "fold_ln"), ("center_unembed", "fold_ln", "center_writing_weights")],
 )
 @pytest.mark.parametrize("case", ["gpt2", "gptj", "gpt_neo"])
 def test_one_transform_after_the_other(case: str, order: tuple[str, ...]) -> None:
@@ -208,7 +226,9 @@ def test_one_transform_after_the_other(case: str, order: tuple[str, ...]) -> Non
 def test_nothing_asked_nothing_done() -> None:
     bridge = TransformerBridge(tiny("gpt2"))
     values = copies(bridge.original_model)
-    bridge.process_weights(fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False)
+    bridge.process_weights(
+        fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
     bridge.enable_compatibility_mode(no_processing=True)
     assert same(bridge.original_model, values)
     assert bridge.cfg.processed == {}
@@ -250,7 +270,9 @@ def test_parameters_stay_where_they_are() -> None:
         bridge.process_weights()
     assert not fired  # by the check
     assert {name: module.training for name, module in model.named_modules()} == modes
-    assert all(p.data_ptr() == places[name] for name, p in model.named_parameters() if name in places)
+    assert all(
+        p.data_ptr() == places[name] for name, p in model.named_parameters() if name in places
+    )
     assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
     assert len(list(model.parameters())) == len(places) + 2  # unembedding and its bias
     model(tokens()).logits.sum().backward()
@@ -260,7 +282,9 @@ def test_parameters_stay_where_they_are() -> None:
 def test_memory() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=192, n_layer=4, n_head=4, vocab_size=5000, n_positions=64))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=192, n_layer=4, n_head=4, vocab_size=5000, n_positions=64)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
@@ -270,10 +294,14 @@ def test_memory() -> None:
 
 
 def test_few_tensors_are_held_at_a_time() -> None:
-    """Small ones that are kept between large ones that are freed would keep the heap from being used again."""
+    """Small ones that are kept between large ones that are freed would keep the heap from being
+    used again.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=5000, n_positions=16))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=5000, n_positions=16)
+    )
     bridge = TransformerBridge(model)
     parts, most = ProcessedParts(bridge.weights), 0
 
@@ -296,8 +324,12 @@ def test_a_difference_is_an_error_that_names_the_transform(monkeypatch: pytest.M
 
     wrong = steps.center_unembed
     monkeypatch.setattr(steps, "center_unembed", lambda W, *mean: wrong(W, *mean) * 1.01)
-    with pytest.raises(ProcessingError, match=r"through center_unembed\. The model's weights have been changed"):
+    with pytest.raises(
+        ProcessingError, match=r"through center_unembed\. The model's weights have been changed"
+    ):
         TransformerBridge(tiny("gpt2")).process_weights(check="each")
-    with pytest.raises(ProcessingError, match="one of fold_ln, center_writing_weights, center_unembed, fold_value"):
+    with pytest.raises(
+        ProcessingError, match="one of fold_ln, center_writing_weights, center_unembed, fold_value"
+    ):
         TransformerBridge(tiny("gpt2")).process_weights()
     TransformerBridge(tiny("gpt2")).process_weights(check=False)

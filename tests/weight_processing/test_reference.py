@@ -41,8 +41,14 @@ def test_logits(family: str) -> None:
 def test_weights(family: str) -> None:
     ours, right = bridge_of(family).tl_parameters(), entries(family, "param", "processed")
     # HookedTransformer has a table of positions beside ALiBi, which it never reads.
-    assert [name for name in right if name not in ours] == (["pos_embed.W_pos"] if family == "bloom" else [])
-    wrong = [n for n, x in right.items() if n in ours and not torch.allclose(ours[n], x, atol=2e-4, rtol=1e-3)]
+    assert [name for name in right if name not in ours] == (
+        ["pos_embed.W_pos"] if family == "bloom" else []
+    )
+    wrong = [
+        n
+        for n, x in right.items()
+        if n in ours and not torch.allclose(ours[n], x, atol=2e-4, rtol=1e-3)
+    ]
     assert not wrong
 
 

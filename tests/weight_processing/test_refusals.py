@@ -1,4 +1,6 @@
-"""What cannot be done is known before a weight is written: left out by default, an error by name."""
+"""What cannot be done is known before a weight is written: left out by default, an error by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ ALL = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases
 
 
 def left_out(bridge: TransformerBridge, *names: str, match: str) -> None:
-    """By default these are left out for this reason, the others are done; by name each is an error."""
+    """By default these are left out for this reason, the others are done; by name each is an
+    error.
+    """
     model = bridge.original_model
     values, tied = copies(model), bridge.cfg.tie_word_embeddings
     for name in names:
-        with pytest.raises(ProcessingError, match=rf"{name}=True cannot be done for .*{match}.*Nothing was changed"):
+        with pytest.raises(
+            ProcessingError, match=rf"{name}=True cannot be done for .*{match}.*Nothing was changed"
+        ):
             bridge.process_weights(**{name: True})
     assert same(model, values)
     assert bridge.cfg.tie_word_embeddings == tied
@@ -45,14 +51,23 @@ def left_out(bridge: TransformerBridge, *names: str, match: str) -> None:
     for name in ALL:
         state = bridge.cfg.processed[name]
         assert (
-            (state.startswith("left out: ") and match.replace("\\", "") in state) if name in names else state == "done"
+            (state.startswith("left out: ") and match.replace("\\", "") in state)
+            if name in names
+            else state == "done"
         )
     if set(names) == set(ALL):
         assert same(model, values)
 
 
 def native(**fields: Any) -> TransformerBridge:
-    values = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_vocab": 61, "n_ctx": 20, "act_fn": "gelu"} | fields
+    values = {
+        "n_layers": 2,
+        "d_model": 16,
+        "n_heads": 2,
+        "d_vocab": 61,
+        "n_ctx": 20,
+        "act_fn": "gelu",
+    } | fields
     model = NativeModel(NativeConfig(**values)).eval()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -82,8 +97,18 @@ def test_encoders(by_name: dict[str, bool]) -> None:
 def test_t5() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=16, d_kv=4, num_heads=4, d_ff=20, num_layers=2, vocab_size=61, decoder_start_token_id=0)
-    left_out(TransformerBridge(T5ForConditionalGeneration(config)), *ALL, match="not one stack of blocks")
+    config = T5Config(
+        d_model=16,
+        d_kv=4,
+        num_heads=4,
+        d_ff=20,
+        num_layers=2,
+        vocab_size=61,
+        decoder_start_token_id=0,
+    )
+    left_out(
+        TransformerBridge(T5ForConditionalGeneration(config)), *ALL, match="not one stack of blocks"
+    )
 
 
 def test_meta_device() -> None:
@@ -115,7 +140,9 @@ def test_quantised() -> None:
 def test_lora() -> None:
     import peft
 
-    model = peft.get_peft_model(tiny("qwen2"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)).eval()
+    model = peft.get_peft_model(
+        tiny("qwen2"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    ).eval()
     bridge = TransformerBridge(model)
     values, before = copies(model), log_probs(model)
     for name in ("fold_ln", "fold_value_biases"):
@@ -123,7 +150,9 @@ def test_lora() -> None:
             bridge.process_weights(**{name: True})
     assert same(model, values)
     bridge.process_weights()
-    assert [name for name, state in bridge.cfg.processed.items() if state == "done"] == ["center_unembed"]
+    assert [name for name, state in bridge.cfg.processed.items() if state == "done"] == [
+        "center_unembed"
+    ]
     torch.testing.assert_close(log_probs(model), before, atol=2e-5, rtol=1e-5)
     merged = TransformerBridge(model.merge_and_unload())
     merged.process_weights(fold_ln=True, fold_value_biases=True)
@@ -137,7 +166,10 @@ def test_attention_sinks() -> None:
     with pytest.raises(ProcessingError, match="RMS norms"):
         bridge.process_weights(center_writing_weights=True)
     b_V = bridge.weights["blocks.0.attn._b_V"].clone()
-    with pytest.raises(ProcessingError, match=r"fold_value_biases=True cannot be done.*do not sum to one.*Nothing was"):
+    with pytest.raises(
+        ProcessingError,
+        match=r"fold_value_biases=True cannot be done.*do not sum to one.*Nothing was",
+    ):
         bridge.process_weights(fold_value_biases=True)
     bridge.process_weights()
     assert bridge.cfg.processed["fold_value_biases"].startswith("left out: it has attention sinks")
@@ -150,7 +182,11 @@ def test_attention_sinks() -> None:
         ("deepseek_v3", "center_unembed", "made from latents"),
         ("gemma4", "center_writing_weights", "do not all have heads of one number and width"),
         ("afmoe", "fold_ln", "a gate behind its attention reads the norm, too"),
-        ("afmoe", "fold_value_biases", "a gate stands between its values and its output projection"),
+        (
+            "afmoe",
+            "fold_value_biases",
+            "a gate stands between its values and its output projection",
+        ),
         ("phimoe", "fold_ln", r"blocks\.0\.ln2 has a bias and feeds a mixture of experts"),
         ("jamba", "fold_value_biases", "do not have one attention each, the same in all of them"),
     ],
@@ -159,14 +195,18 @@ def test_what_a_family_forbids(model_type: str, step: str, reason: str) -> None:
     model = tiny_model(model_type)
     values = copies(model)
     bridge = TransformerBridge(model)
-    with pytest.raises(ProcessingError, match=rf"{step}=True cannot be done for .*{reason}.*Nothing was changed"):
+    with pytest.raises(
+        ProcessingError, match=rf"{step}=True cannot be done for .*{reason}.*Nothing was changed"
+    ):
         bridge.process_weights(**{step: True})
     assert same(model, values)
 
 
 def test_weights_of_types_that_cannot_be_written_to() -> None:
     model = tiny("gpt2")
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.complex64), requires_grad=False)
+    model.lm_head.weight = nn.Parameter(
+        model.lm_head.weight.to(torch.complex64), requires_grad=False
+    )
     with pytest.raises(ProcessingError, match=r"unembed\.W_U is of type torch\.complex64"):
         TransformerBridge(model).process_weights(center_unembed=True)
     with torch.inference_mode():
@@ -179,7 +219,9 @@ def declare(bridge: TransformerBridge, *steps: Step) -> None:
     """Changes what the adapter of a bridge has declared."""
     stack = replace(bridge.architecture.stack, block=Block(steps))
     bridge.__dict__["architecture"] = replace(bridge.architecture, stacks=(stack,))
-    bridge.__dict__["_weights"] = lambda: Weights(bridge.architecture, bridge.original_model, bridge.cfg)
+    bridge.__dict__["_weights"] = lambda: Weights(
+        bridge.architecture, bridge.original_model, bridge.cfg
+    )
 
 
 @pytest.mark.parametrize("case", ["gpt_oss-gqa", "qwen2_moe-gqa"])
@@ -197,7 +239,9 @@ def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
         mix = replace(mix, part=replace(mix.part, shared_transform=()))
     declare(bridge, attend, mix)
     values = copies(model)
-    with pytest.raises(ProcessingError, match=f"does not say what these parameters read and write: .*{name}"):
+    with pytest.raises(
+        ProcessingError, match=f"does not say what these parameters read and write: .*{name}"
+    ):
         bridge.process_weights(fold_ln=True)
     assert same(model, values)
 
@@ -205,7 +249,10 @@ def test_a_part_of_a_mixture_that_is_not_declared(case: str) -> None:
 def test_what_the_adapter_does_not_declare() -> None:
     model = tiny("llama")
     model.model.layers[1].mlp.shared_expert = nn.Linear(32, 32)
-    match = r"does not say what these parameters read and write: model\.layers\.1\.mlp\.shared_expert\.weight"
+    match = (
+        r"does not say what these parameters read and write:"
+        r" model\.layers\.1\.mlp\.shared_expert\.weight"
+    )
     bridge = TransformerBridge(model)
     values = copies(model)
     for name in ("fold_ln", "center_unembed", "fold_value_biases"):
@@ -235,7 +282,11 @@ def test_parameters_in_the_same_memory() -> None:
 def test_an_embedding_in_a_third_place() -> None:
     model = tiny("gpt2")
     model.transformer.wpe.weight = model.transformer.wte.weight
-    left_out(TransformerBridge(model), *ALL, match="transformer.wte.weight is used in more than one place")
+    left_out(
+        TransformerBridge(model),
+        *ALL,
+        match="transformer.wte.weight is used in more than one place",
+    )
 
 
 def test_a_stream_that_is_read_without_a_norm() -> None:
@@ -347,7 +398,16 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_model_of_sound_without_tokens_or_an_output_layer() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    model = ASTForAudioClassification(ASTConfig(**sizes, max_length=64, num_mel_bins=32, num_labels=5)).eval()
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    model = ASTForAudioClassification(
+        ASTConfig(**sizes, max_length=64, num_mel_bins=32, num_labels=5)
+    ).eval()
     bridge = TransformerBridge(model)
-    left_out(bridge, "fold_ln", "center_unembed", match="ASTForAudioClassification has no output layer")
+    left_out(
+        bridge, "fold_ln", "center_unembed", match="ASTForAudioClassification has no output layer"
+    )

@@ -34,24 +34,37 @@ class Packed(torch.Tensor):
 def test_tensors_that_are_not_plain() -> None:
     model = tiny("llama")
     layer = model.model.layers[1]
-    layer.mlp.up_proj.weight = nn.Parameter(Packed(layer.mlp.up_proj.weight.detach()), requires_grad=False)
+    layer.mlp.up_proj.weight = nn.Parameter(
+        Packed(layer.mlp.up_proj.weight.detach()), requires_grad=False
+    )
     bridge = TransformerBridge(model)
-    with pytest.raises(ProcessingError, match=r"mlp\.up_proj is a Linear, whose weight \(Packed\) is not a plain"):
+    with pytest.raises(
+        ProcessingError, match=r"mlp\.up_proj is a Linear, whose weight \(Packed\) is not a plain"
+    ):
         bridge.process_weights(fold_ln=True)
-    layer.input_layernorm.weight = nn.Parameter(Packed(layer.input_layernorm.weight.detach()), requires_grad=False)
-    layer.mlp.up_proj.weight = nn.Parameter(tiny("llama").model.layers[1].mlp.up_proj.weight.detach())
+    layer.input_layernorm.weight = nn.Parameter(
+        Packed(layer.input_layernorm.weight.detach()), requires_grad=False
+    )
+    layer.mlp.up_proj.weight = nn.Parameter(
+        tiny("llama").model.layers[1].mlp.up_proj.weight.detach()
+    )
     with pytest.raises(ProcessingError, match=r"blocks\.1\.ln1\.w is a Packed"):
         bridge.process_weights(fold_ln=True)
 
 
 class LowRank(nn.Module):
-    """A layer with a low-rank one beside it, as libraries that PEFT is not wrap it: all but its type looks the same."""
+    """A layer with a low-rank one beside it, as libraries that PEFT is not wrap it: all but its
+    type looks the same.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
         rows, columns = base.weight.shape
-        self.a, self.b = nn.Parameter(torch.randn(2, columns)), nn.Parameter(torch.randn(rows, 2) * 0.1)
+        self.a, self.b = (
+            nn.Parameter(torch.randn(2, columns)),
+            nn.Parameter(torch.randn(rows, 2) * 0.1),
+        )
 
     @property
     def weight(self) -> torch.Tensor:
@@ -68,7 +81,11 @@ class LowRank(nn.Module):
 
 @pytest.mark.parametrize(
     ("layer", "names"),
-    [("q_proj", {"fold_ln"}), ("o_proj", {"fold_value_biases"}), ("v_proj", {"fold_ln", "fold_value_biases"})],
+    [
+        ("q_proj", {"fold_ln"}),
+        ("o_proj", {"fold_value_biases"}),
+        ("v_proj", {"fold_ln", "fold_value_biases"}),
+    ],
 )
 def test_wrapped_layers(layer: str, names: set[str]) -> None:
     model = tiny("qwen2")
@@ -110,7 +127,10 @@ def test_a_wrapped_norm() -> None:
     model = tiny("llama")
     model.model.norm = KeptElsewhere(model.model.norm)
     bridge = TransformerBridge(model)
-    with pytest.raises(ProcessingError, match="ln_final is a KeptElsewhere whose weight is not a parameter of its own"):
+    with pytest.raises(
+        ProcessingError,
+        match="ln_final is a KeptElsewhere whose weight is not a parameter of its own",
+    ):
         bridge.process_weights(fold_ln=True)
 
 
@@ -128,6 +148,10 @@ def test_biases_that_are_computed(path: str, names: set[str]) -> None:
     prune.random_unstructured(model.get_submodule(path), "bias", 0.3)
     before, bridge = log_probs(model), TransformerBridge(model)
     bridge.process_weights(check=False)
-    computed = {name for name, state in bridge.cfg.processed.items() if "computed from the model's parameters" in state}
+    computed = {
+        name
+        for name, state in bridge.cfg.processed.items()
+        if "computed from the model's parameters" in state
+    }
     assert computed == names
     torch.testing.assert_close(log_probs(model), before, atol=2e-5, rtol=1e-5)

@@ -1,4 +1,6 @@
-"""Weights under HookedTransformer's names: its values, its shapes, and the model's own storage behind them."""
+"""Weights under HookedTransformer's names: its values, its shapes, and the model's own storage
+behind them.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ def right_weights(family: str) -> dict[str, Tensor]:
     """HookedTransformer's state dict without processing."""
     start = "raw/param/"
     tensors = load_file(DATA / family / "reference.safetensors")
-    found = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+    found = {
+        name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+    }
     if family == "bloom":
-        # HookedTransformer allocates a table of positions for every model, random and never read. BLOOM, which tells
-        # positions by slopes, has none.
+        # HookedTransformer allocates a table of positions for every model, random and never read.
+        # BLOOM, which tells positions by slopes, has none.
         del found["pos_embed.W_pos"]
     return found
 
@@ -46,7 +50,21 @@ def test_the_state_dict_is_hooked_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", WITH_WEIGHTS)
 def test_stacks_over_layers(family: str) -> None:
     bridge, right = bridge_of(family), right_weights(family)
-    for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O", "W_in", "W_out", "b_in", "b_out", "W_gate"):
+    for name in (
+        "W_Q",
+        "W_K",
+        "W_V",
+        "W_O",
+        "b_Q",
+        "b_K",
+        "b_V",
+        "b_O",
+        "W_in",
+        "W_out",
+        "b_in",
+        "b_out",
+        "W_gate",
+    ):
         part = "mlp" if name[2:] in ("in", "out", "gate") else "attn"
         layers = []
         for i in range(2):
@@ -65,7 +83,9 @@ def test_stacks_over_layers(family: str) -> None:
     assert torch.equal(bridge.b_U, right["unembed.b_U"])
     if "pos_embed.W_pos" in right:
         assert torch.equal(bridge.W_pos, right["pos_embed.W_pos"])
-        assert torch.equal(bridge.W_E_pos, torch.cat([right["embed.W_E"], right["pos_embed.W_pos"]]))
+        assert torch.equal(
+            bridge.W_E_pos, torch.cat([right["embed.W_E"], right["pos_embed.W_pos"]])
+        )
 
 
 def attention(stack: str, name: str = "attn", own: str = "") -> Iterable[str]:
@@ -93,7 +113,11 @@ def test_names_of_mixtral() -> None:
         block = f"blocks.{i}"
         expected |= {*attention(block, own="_"), *norm(f"{block}.ln1", f"{block}.ln2", bias=False)}
         expected.add(f"{block}.mlp.W_gate.weight")
-        expected |= {f"{block}.mlp.experts.{e}.W_{part}.weight" for e in range(4) for part in ("in", "gate", "out")}
+        expected |= {
+            f"{block}.mlp.experts.{e}.W_{part}.weight"
+            for e in range(4)
+            for part in ("in", "gate", "out")
+        }
     assert TransformerBridge(tiny("mixtral-gqa")).tl_parameters().keys() == expected
 
 
@@ -103,12 +127,18 @@ def test_names_of_gpt_oss() -> None:
         block = f"blocks.{i}"
         expected |= {*attention(block, own="_"), *norm(f"{block}.ln1", f"{block}.ln2", bias=False)}
         parts = [f"experts.{e}.W_{part}" for e in range(4) for part in ("in", "gate", "out")]
-        expected |= {f"{block}.mlp.{part}.{kind}" for part in ("W_gate", *parts) for kind in ("weight", "bias")}
+        expected |= {
+            f"{block}.mlp.{part}.{kind}"
+            for part in ("W_gate", *parts)
+            for kind in ("weight", "bias")
+        }
     bridge = TransformerBridge(tiny("gpt_oss-gqa"))
     assert bridge.tl_parameters().keys() == expected
     mlp, ours = bridge.original_model.model.layers[1].mlp, bridge.blocks[1].mlp
     held, expert = mlp.experts, ours.experts[2]
-    assert torch.equal(ours.W_gate.weight, mlp.router.weight) and torch.equal(ours.W_gate.bias, mlp.router.bias)
+    assert torch.equal(ours.W_gate.weight, mlp.router.weight) and torch.equal(
+        ours.W_gate.bias, mlp.router.bias
+    )
     for start, part in enumerate((expert.W_gate, expert.W_in)):
         assert torch.equal(part.weight, held.gate_up_proj[2, :, start::2].T)
         assert torch.equal(part.bias, held.gate_up_proj_bias[2, start::2])
@@ -116,7 +146,9 @@ def test_names_of_gpt_oss() -> None:
     assert torch.equal(expert.W_out.bias, held.down_proj_bias[2])
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe-gqa", "qwen2_moe-mha-tied-dense-first", "qwen2_moe-equal-widths"])
+@pytest.mark.parametrize(
+    "case", ["qwen2_moe-gqa", "qwen2_moe-mha-tied-dense-first", "qwen2_moe-equal-widths"]
+)
 def test_names_of_qwen2_moe(case: str) -> None:
     dense = {"qwen2_moe-mha-tied-dense-first": 0, "qwen2_moe-equal-widths": 1}.get(case)
     expected = {"embed.W_E", *norm("ln_final", bias=False), *UNEMBED}
@@ -126,16 +158,25 @@ def test_names_of_qwen2_moe(case: str) -> None:
         if i == dense:
             expected |= {*mlp(block, gated=True)}
             continue
-        expected |= {f"{block}.mlp.experts.{e}.W_{part}.weight" for e in range(4) for part in ("in", "gate", "out")}
+        expected |= {
+            f"{block}.mlp.experts.{e}.W_{part}.weight"
+            for e in range(4)
+            for part in ("in", "gate", "out")
+        }
         expected |= {f"{block}.mlp.W_gate.weight", f"{block}.mlp.shared_expert_gate.weight"}
-        expected |= {f"{block}.mlp.shared_expert.{name}" for name in ("W_in", "b_in", "W_gate", "W_out", "b_out")}
+        expected |= {
+            f"{block}.mlp.shared_expert.{name}"
+            for name in ("W_in", "b_in", "W_gate", "W_out", "b_out")
+        }
     bridge = TransformerBridge(tiny(case))
     assert bridge.tl_parameters().keys() == expected
     for i, layer in enumerate(bridge.original_model.model.layers):
         ours = bridge.blocks[i].mlp
         theirs = layer.mlp if i == dense else layer.mlp.shared_expert
         ours = ours if i == dense else ours.shared_expert
-        assert torch.equal(ours.W_in, theirs.up_proj.weight.T) and torch.equal(ours.W_gate, theirs.gate_proj.weight.T)
+        assert torch.equal(ours.W_in, theirs.up_proj.weight.T) and torch.equal(
+            ours.W_gate, theirs.gate_proj.weight.T
+        )
         assert torch.equal(ours.W_out, theirs.down_proj.weight.T)
         assert ours.b_in.shape == theirs.up_proj.weight.shape[:1]
         if i != dense:
@@ -163,7 +204,9 @@ def test_names_of_t5(case: str) -> None:
     hf = bridge.original_model
     second = hf.decoder.block[2].layer[1].EncDecAttention
     assert torch.equal(bridge.decoder[2].cross_attn.W_K, second.k.weight.view(4, 6, 32).mT)
-    assert torch.equal(bridge.decoder[2].cross_attn.W_O, second.o.weight.view(32, 4, 6).permute(1, 2, 0))
+    assert torch.equal(
+        bridge.decoder[2].cross_attn.W_O, second.o.weight.view(32, 4, 6).permute(1, 2, 0)
+    )
     scale = 32**-0.5 if hf.config.scale_decoder_outputs else 1.0  # which the logits have, tied
     assert torch.equal(bridge.weights["unembed.W_U"], hf.lm_head.weight.T * scale)
     assert bridge.W_Q.shape == (2, 4, 32, 6)
@@ -182,7 +225,9 @@ def test_names_of_bert() -> None:
     assert torch.equal(bridge.weights["mlm_head.b"], hf.cls.predictions.transform.dense.bias)
     assert torch.equal(bridge.W_pos, hf.bert.embeddings.position_embeddings.weight)
     with_one_head = TransformerBridge(tiny("bert")).tl_parameters().keys()
-    assert with_one_head == expected - {f"{head}.{kind}" for head in ("pooler", "nsp_head") for kind in "Wb"}
+    assert with_one_head == expected - {
+        f"{head}.{kind}" for head in ("pooler", "nsp_head") for kind in "Wb"
+    }
 
 
 @pytest.mark.parametrize("case", ["gptj", "phi"])
@@ -194,7 +239,9 @@ def test_a_norm_that_both_branches_share_is_there_twice(case: str) -> None:
 
 
 def test_mixtral_computes_with_its_experts_weights() -> None:
-    """As HookedTransformer does: ``W_out(act(W_gate(x)) * W_in(x))`` with linear layers, ``[d_out, d_in]``."""
+    """As HookedTransformer does: ``W_out(act(W_gate(x)) * W_in(x))`` with linear layers, ``[d_out,
+    d_in]``.
+    """
     bridge = TransformerBridge(tiny("mixtral-gqa"))
     weights = {name: value.double() for name, value in bridge.tl_parameters().items()}
     with torch.no_grad():
@@ -206,10 +253,14 @@ def test_mixtral_computes_with_its_experts_weights() -> None:
             share = share / share.sum(-1, keepdim=True)
             out = torch.zeros_like(x)
             for e in range(4):
-                w_in, w_gate, w_out = (weights[f"{name}.experts.{e}.W_{part}.weight"] for part in ("in", "gate", "out"))
+                w_in, w_gate, w_out = (
+                    weights[f"{name}.experts.{e}.W_{part}.weight"] for part in ("in", "gate", "out")
+                )
                 made = (nn.functional.silu(x @ w_gate.T) * (x @ w_in.T)) @ w_out.T
                 out += made * (share * (chosen == e)).sum(-1, keepdim=True)
-            torch.testing.assert_close(cache[f"{block}.hook_mlp_out"].double(), out, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                cache[f"{block}.hook_mlp_out"].double(), out, atol=1e-5, rtol=1e-4
+            )
 
 
 def storages(model: nn.Module) -> set[int]:
@@ -217,7 +268,9 @@ def storages(model: nn.Module) -> set[int]:
 
 
 def computed(case: str, name: str) -> bool:
-    """Whether the model stores something else: Gemma's norms and embedding, and what T5's logits are scaled with."""
+    """Whether the model stores something else: Gemma's norms and embedding, and what T5's logits
+    are scaled with.
+    """
     if case == "t5" and name == "unembed.W_U":
         return True
     return "gemma" in case and (name.endswith(".w") or name == "embed.W_E")
@@ -242,7 +295,11 @@ def test_gradients_reach_the_parameters(case: str) -> None:
             continue
         bridge.original_model.zero_grad()
         value.sum().backward()
-        touched = sum(int(p.grad.count_nonzero()) for p in bridge.original_model.parameters() if p.grad is not None)
+        touched = sum(
+            int(p.grad.count_nonzero())
+            for p in bridge.original_model.parameters()
+            if p.grad is not None
+        )
         assert touched == value.numel(), name
 
 
@@ -277,7 +334,13 @@ def test_a_tied_table_is_one_table() -> None:
 
 @pytest.mark.parametrize(
     ("case", "heads", "groups"),
-    [("llama-gqa", 4, 2), ("gemma-mqa", 4, 1), ("mixtral-gqa", 4, 2), ("phi-gqa-tied", 4, 2), ("gpt_oss-gqa", 4, 2)],
+    [
+        ("llama-gqa", 4, 2),
+        ("gemma-mqa", 4, 1),
+        ("mixtral-gqa", 4, 2),
+        ("phi-gqa-tied", 4, 2),
+        ("gpt_oss-gqa", 4, 2),
+    ],
 )
 def test_grouped_keys_and_values(case: str, heads: int, groups: int) -> None:
     bridge = TransformerBridge(tiny(case))
@@ -289,7 +352,9 @@ def test_grouped_keys_and_values(case: str, heads: int, groups: int) -> None:
         assert stored.data_ptr() == module.weight.data_ptr()
         assert torch.equal(shown, stored.repeat_interleave(heads // groups, dim=0))
         bias = getattr(block, f"b_{letter}")
-        right = torch.zeros(groups, d_head) if module.bias is None else module.bias.view(groups, d_head)
+        right = (
+            torch.zeros(groups, d_head) if module.bias is None else module.bias.view(groups, d_head)
+        )
         assert torch.equal(bias, right.repeat_interleave(heads // groups, dim=0))
         assert torch.equal(getattr(bridge, f"W_{letter}")[1], shown)
     shown.sum().backward()
@@ -315,7 +380,9 @@ def test_a_layer_with_lora_has_no_plain_weight() -> None:
     model = peft.get_peft_model(tiny("llama-gqa"), peft.LoraConfig(target_modules=["q_proj"], r=2))
     bridge = TransformerBridge(model)
     for read in (lambda: bridge.blocks[0].attn.W_Q, lambda: bridge.W_Q, bridge.tl_parameters):
-        with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.q_proj is a Linear.*merge_and_unload"):
+        with pytest.raises(
+            TypeError, match=r"layers\.0\.self_attn\.q_proj is a Linear.*merge_and_unload"
+        ):
             read()
     assert bridge.blocks[0].attn.W_O.shape == (4, 8, 32)
     merged = TransformerBridge(model.merge_and_unload())
@@ -329,7 +396,9 @@ def test_a_linear_layer_of_another_class_has_no_plain_weight() -> None:
     model = tiny("llama-gqa")
     model.model.layers[1].mlp.down_proj = Scaled(48, 32, bias=False)
     bridge = TransformerBridge(model)
-    with pytest.raises(TypeError, match=r"layers\.1\.mlp\.down_proj is a Scaled.*may compute something else"):
+    with pytest.raises(
+        TypeError, match=r"layers\.1\.mlp\.down_proj is a Scaled.*may compute something else"
+    ):
         _ = bridge.blocks[1].mlp.W_out
     assert bridge.blocks[0].mlp.W_out.shape == (48, 32)
 
@@ -345,7 +414,9 @@ def test_gemma_shows_what_its_norms_multiply_with() -> None:
 
 
 def test_a_model_without_a_head_has_no_unembedding() -> None:
-    bridge = TransformerBridge(transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2)))
+    bridge = TransformerBridge(
+        transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    )
     with pytest.raises(AttributeError, match="W_U"):
         _ = bridge.W_U
 

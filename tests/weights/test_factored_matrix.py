@@ -65,7 +65,10 @@ def test_what_it_is(m: FactoredMatrix) -> None:
 @settings(deadline=None)
 def test_products(m: FactoredMatrix, n: int) -> None:
     product = m.AB
-    right, left = torch.randn(m.rdim, n, dtype=torch.float64), torch.randn(n, m.ldim, dtype=torch.float64)
+    right, left = (
+        torch.randn(m.rdim, n, dtype=torch.float64),
+        torch.randn(n, m.ldim, dtype=torch.float64),
+    )
     for ours, expected in (
         (m @ right, product @ right),
         (left @ m, left @ product),
@@ -87,7 +90,9 @@ def test_square_ones(m: FactoredMatrix) -> None:
     k = min(m.mdim, m.ldim)
     # The same but for zeros: compare power sums, which need no order.
     for power in (1, 2, 3):
-        torch.testing.assert_close((ours**power).sum(-1), (right**power).sum(-1), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            (ours**power).sum(-1), (right**power).sum(-1), atol=1e-6, rtol=1e-6
+        )
     assert ours.shape == (*m.shape[:-2], m.mdim)
     assert k <= m.mdim
 
@@ -95,9 +100,19 @@ def test_square_ones(m: FactoredMatrix) -> None:
 def test_indices() -> None:
     m = FactoredMatrix(torch.randn(3, 4, 5, 2), torch.randn(4, 2, 6))
     for index in (
-        0, -1, slice(1, 3), (0, 2), (slice(None), 1), (None, 1), (..., 2), (torch.tensor([0, 2]),), ([0, 2], 1),
-        (1, slice(None), slice(1, 3)), (slice(None), 0, slice(None), slice(2, 5)), (Ellipsis, slice(1, 3), slice(2)),
-    ):  # fmt: skip
+        0,
+        -1,
+        slice(1, 3),
+        (0, 2),
+        (slice(None), 1),
+        (None, 1),
+        (..., 2),
+        (torch.tensor([0, 2]),),
+        ([0, 2], 1),
+        (1, slice(None), slice(1, 3)),
+        (slice(None), 0, slice(None), slice(2, 5)),
+        (Ellipsis, slice(1, 3), slice(2)),
+    ):
         index = index if isinstance(index, tuple) else (index,)
         expected = m.AB[index]
         ours = m[index].AB
@@ -124,7 +139,12 @@ def test_what_does_not_fit() -> None:
         torch.ones(3) @ m
     with pytest.raises(ValueError, match="matrices multiply with @"):
         m * torch.ones(2)
-    for wrong in (lambda: m.BA, lambda: m @ m, lambda: m * torch.ones(2), lambda: torch.ones(2) * m):
+    for wrong in (
+        lambda: m.BA,
+        lambda: m @ m,
+        lambda: m * torch.ones(2),
+        lambda: torch.ones(2) * m,
+    ):
         with pytest.raises(AssertionError):  # HookedTransformer's are assertions
             wrong()
     with pytest.raises(TypeError):
@@ -144,13 +164,18 @@ def test_a_new_axis_stands_before_the_rows() -> None:
 
 
 def test_half_precision() -> None:
-    m = FactoredMatrix(torch.randn(4, 2, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16))
+    m = FactoredMatrix(
+        torch.randn(4, 2, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16)
+    )
     assert m.S.dtype == m.norm().dtype == torch.float32
     assert m.eigenvalues.dtype == torch.complex64
 
 
 def test_composition_by_hand() -> None:
-    left, right = (FactoredMatrix(torch.randn(2, 3, 6, 2).double(), torch.randn(2, 3, 2, 6).double()) for _ in range(2))
+    left, right = (
+        FactoredMatrix(torch.randn(2, 3, 6, 2).double(), torch.randn(2, 3, 2, 6).double())
+        for _ in range(2)
+    )
     scores = composition_scores(left, right)
     assert scores.shape == (2, 3, 2, 3)
     for i, j, k, n in itertools.product(range(2), range(3), range(2), range(3)):
@@ -188,7 +213,9 @@ def test_a_mode_that_is_none() -> None:
         all_scores(bridge_of("gpt2").OV, bridge_of("gpt2").QK, "O")
 
 
-@pytest.mark.parametrize("kind", [lambda mask: mask, lambda mask: mask.numpy(), lambda mask: mask.tolist()])
+@pytest.mark.parametrize(
+    "kind", [lambda mask: mask, lambda mask: mask.numpy(), lambda mask: mask.tolist()]
+)
 @pytest.mark.parametrize(
     "mask", [torch.tensor([[True, False, True], [False, True, False]]), torch.tensor([True, False])]
 )
@@ -207,7 +234,14 @@ def test_numbers_of_any_kind_keep_rows_and_columns():
     matrix = FactoredMatrix(torch.randn(3, 5, 2), torch.randn(3, 2, 7))
     for number in (np.int64(1), torch.tensor(1)):
         torch.testing.assert_close(matrix[number, number, number].AB, matrix.AB[1, 1:2, 1:2])
-    torch.testing.assert_close(matrix[np.array([2, 0]), ..., np.int64(-1)].AB, matrix.AB[[2, 0], :, -1:])
-    for wrong in ((..., ...), (0, 0, 0, 0), (None, 0, 0, 0, 0), (torch.ones(3, 5, dtype=torch.bool), 0)):
+    torch.testing.assert_close(
+        matrix[np.array([2, 0]), ..., np.int64(-1)].AB, matrix.AB[[2, 0], :, -1:]
+    )
+    for wrong in (
+        (..., ...),
+        (0, 0, 0, 0),
+        (None, 0, 0, 0, 0),
+        (torch.ones(3, 5, dtype=torch.bool), 0),
+    ):
         with pytest.raises(IndexError):
             matrix[wrong]

@@ -1,4 +1,6 @@
-"""Activation checkpointing: what backward computes again runs under the hooks of the forward pass."""
+"""Activation checkpointing: what backward computes again runs under the hooks of the forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.tiny_models import checkpoint
 EDITS = [
     [("blocks.1.attn.hook_z", lambda x, hook: x * 0.5)],
     [("blocks.1.attn.hook_pattern", lambda x, hook: x * 0.5)],
-    [("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5), ("blocks.2.mlp.hook_post", lambda x, hook: x * 2)],
+    [
+        ("blocks.1.hook_resid_mid", lambda x, hook: x * 0.5),
+        ("blocks.2.mlp.hook_post", lambda x, hook: x * 2),
+    ],
     [("blocks.1.hook_attn_in", lambda x, hook: x * 0.5)],
 ]
 
@@ -45,7 +50,9 @@ def tokens_of(family: str) -> torch.Tensor:
 
 
 def gradients(bridge: TransformerBridge) -> list[torch.Tensor]:
-    found = [parameter.grad.clone() for parameter in bridge.parameters() if parameter.grad is not None]
+    found = [
+        parameter.grad.clone() for parameter in bridge.parameters() if parameter.grad is not None
+    ]
     bridge.original_model.zero_grad()
     return found
 
@@ -76,13 +83,17 @@ def in_thread(fn) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradients_are_those_without_checkpointing(family, reentrant, edit, where):
     if family == "gpt_neox" and edit[0][0].endswith("resid_mid"):
-        edit = [("blocks.1.hook_mlp_in", lambda x, hook: x * 0.5)]  # it has parallel attention and MLP
+        edit = [
+            ("blocks.1.hook_mlp_in", lambda x, hook: x * 0.5)
+        ]  # it has parallel attention and MLP
     tokens = tokens_of(family)
     plain = TransformerBridge(model_of(family, False))
     run(plain, tokens, edit).backward()
     expected = gradients(plain)
     bridge = TransformerBridge(model_of(family, True, reentrant))
-    before = torch_hooks(bridge.original_model)  # transformers' own, which makes embeddings require gradients
+    before = torch_hooks(
+        bridge.original_model
+    )  # transformers' own, which makes embeddings require gradients
     if where == "inside them":
         with bridge.hooks(fwd_hooks=edit):
             bridge(tokens, return_type="loss", use_cache=False).backward()
@@ -96,7 +107,9 @@ def test_the_gradients_are_those_without_checkpointing(family, reentrant, edit, 
 
 @pytest.mark.parametrize("family", ["opt-no-bias", "mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa"])
 def test_points_that_need_the_block_s_input(family):
-    """Their rows are ``(batch pos)``: the batch size is known from the block's input, outside of what is recomputed."""
+    """Their rows are ``(batch pos)``: the batch size is known from the block's input, outside of
+    what is recomputed.
+    """
     tokens = tokens_of(family)
     name = "blocks.1.mlp.hook_expert_weights" if "opt" not in family else "blocks.1.mlp.hook_post"
     grads = []
@@ -180,7 +193,9 @@ def test_nothing_stays_after_backward():
     fn = Hook()
     alive = weakref.ref(fn)
     loss = run(bridge, tokens, [("blocks.1.attn.hook_z", fn)])
-    assert [block._gradient_checkpointing_func for block in bridge.original_model.model.layers] == own
+    assert [
+        block._gradient_checkpointing_func for block in bridge.original_model.model.layers
+    ] == own
     loss.backward()
     del fn, loss
     gc.collect()
@@ -191,7 +206,9 @@ def test_a_copy_made_meanwhile_has_its_own_function():
     bridge = TransformerBridge(model_of("llama", True))
     tokens = tokens_of("llama")
     copies = []
-    with bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: copies.append(copy.deepcopy(hook.ctx)))]):
+    with bridge.hooks(
+        fwd_hooks=[("blocks.1.attn.hook_z", lambda x, hook: copies.append(copy.deepcopy(hook.ctx)))]
+    ):
         bridge(tokens, return_type="loss", use_cache=False)
         other = copy.deepcopy(bridge.original_model)
     other(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -216,7 +233,9 @@ def test_a_loss_is_enough_for_backward():
 
 
 def test_hooks_of_two_models_are_each_brought_along_by_their_own():
-    """A block that is computed again needs the hooks of every scope that was open, whichever bridge opened it."""
+    """A block that is computed again needs the hooks of every scope that was open, whichever bridge
+    opened it.
+    """
     edit, tokens = EDITS[0], tokens_of("gpt2")
     ours, other = (TransformerBridge(model_of("gpt2", True)) for _ in range(2))
     there = [torch_hooks(bridge.original_model) for bridge in (ours, other)]

@@ -56,7 +56,9 @@ def test_a_model_whose_forward_is_compiled_called_inside_hooks(tokens):
     assert model.__dict__["forward"] is own
 
 
-@pytest.mark.parametrize("use", ["run_with_hooks", "hooks", "run_with_cache", "add_hook", "generate"])
+@pytest.mark.parametrize(
+    "use", ["run_with_hooks", "hooks", "run_with_cache", "add_hook", "generate"]
+)
 def test_hooks_inside_a_compiled_function_are_refused(tokens, use):
     bridge = TransformerBridge(tiny("llama"))
     point = "blocks.1.hook_mlp_out"
@@ -67,7 +69,9 @@ def test_hooks_inside_a_compiled_function_are_refused(tokens, use):
         if use == "run_with_cache":
             return bridge.run_with_cache(tokens, names_filter=point)[0]
         if use == "generate":
-            return bridge.generate(tokens, max_new_tokens=2, do_sample=False, verbose=False, return_cache=True)[0]
+            return bridge.generate(
+                tokens, max_new_tokens=2, do_sample=False, verbose=False, return_cache=True
+            )[0]
         if use == "add_hook":
             bridge.add_hook(point, half)
             return bridge(tokens)
@@ -86,7 +90,9 @@ def test_hooks_inside_a_compiled_function_are_refused(tokens, use):
 @torch.no_grad()
 def test_compiling_around_a_plain_run(tokens):
     bridge = TransformerBridge(tiny("llama"))
-    torch.testing.assert_close(torch.compile(lambda given: bridge(given), backend="eager")(tokens), bridge(tokens))
+    torch.testing.assert_close(
+        torch.compile(lambda given: bridge(given), backend="eager")(tokens), bridge(tokens)
+    )
 
 
 def test_two_bridges_keep_compiled_code_away_together(tokens):
@@ -103,7 +109,8 @@ def test_two_bridges_keep_compiled_code_away_together(tokens):
 @pytest.mark.parametrize("how", ["module", "forward", "wrapped"])
 @torch.no_grad()
 def test_the_first_model_that_is_compiled_is_noticed(monkeypatch, tokens, how):
-    # As in a process in which nothing was compiled: what torch does for the first is still to be done.
+    # As in a process in which nothing was compiled: what torch does for the first is still to be
+    # done.
     monkeypatch.setattr(TorchPatcher, "patch", staticmethod(functools.cache(lambda: None)))
     model = tiny("llama")
     bridge, hooks = TransformerBridge(model), [("blocks.1.hook_resid_post", half)]

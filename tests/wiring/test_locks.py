@@ -1,6 +1,8 @@
-"""What several threads attach and detach at once: each test fails without the lock that it is about.
+"""What several threads attach and detach at once: each test fails without the lock that it is
+about.
 
-While they run, each line of the code that the lock is in hands over to another thread, so that no luck is needed.
+While they run, each line of the code that the lock is in hands over to another thread, so that no
+luck is needed.
 """
 
 import gc
@@ -13,16 +15,18 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bridge import TransformerBridge
-from bridge.hooks.modules import Finder
+from bridge.modules import Finder
 from bridge.run import layer_range
-from bridge.taps import attention
 from bridge.taps import attention_call as kernels
+from bridge.taps import attention_tap
 from bridge.taps import taps as patched_functions
 from bridge.wiring import compiled, wiring
 from bridge.wiring.compiled import ForcedEager, forced_eager, uncompiled
 from tests.conftest import tiny, torch_hooks
 
-pytestmark = pytest.mark.unchecked  # checks of annotations would stand between a function and its lines
+pytestmark = (
+    pytest.mark.unchecked
+)  # checks of annotations would stand between a function and its lines
 
 THREADS, TIMES = 4, 12
 
@@ -98,7 +102,9 @@ def test_runs_that_skip_blocks(tokens):
         assert torch.equal(bridge(residual, start_at_layer=2), expected)
 
     at_once(layer_range, job)
-    assert all("_compiled_call_impl" not in module.__dict__ for module in bridge.original_model.modules())
+    assert all(
+        "_compiled_call_impl" not in module.__dict__ for module in bridge.original_model.modules()
+    )
 
 
 def test_attention_functions_that_are_watched(tokens):
@@ -109,10 +115,12 @@ def test_attention_functions_that_are_watched(tokens):
     expected = bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)])
 
     def job(index):
-        assert torch.equal(bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)]), expected)
+        assert torch.equal(
+            bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x * 0.5)]), expected
+        )
 
     at_once(kernels, job)
-    at_once(attention, job)
+    at_once(attention_tap, job)
     at_once(patched_functions, job)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
     assert ALL_ATTENTION_FUNCTIONS._local_mapping == there
@@ -122,7 +130,7 @@ def test_attention_functions_that_are_watched(tokens):
 def test_a_hook_that_is_removed_while_its_module_runs(tokens, monkeypatch, when):
     """Nothing holds on to the attention function after the module's run."""
     bridge = TransformerBridge(tiny("llama"))
-    own, looked_up = ALL_ATTENTION_FUNCTIONS["sdpa"], attention.is_looked_up
+    own, looked_up = ALL_ATTENTION_FUNCTIONS["sdpa"], attention_tap.is_looked_up
     handles = bridge.add_hook("blocks.1.attn.hook_pattern", lambda x, hook: handles[0].remove())
 
     def removes(*args):
@@ -131,7 +139,7 @@ def test_a_hook_that_is_removed_while_its_module_runs(tokens, monkeypatch, when)
 
     if when == "before the kernel":
         # The moment between the tap and its kernel has no place where a user's function runs.
-        monkeypatch.setattr(attention, "is_looked_up", removes)
+        monkeypatch.setattr(attention_tap, "is_looked_up", removes)
     bridge(tokens)
     assert not bridge.wiring.listening
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
@@ -163,7 +171,9 @@ def test_generations_that_begin_where_runs_end(tokens):
 
     at_once(compiled, job)
     of_hooks.attach()
-    with forced_eager(Finder(bridge.original_model, "")):  # a generation, while which hooks go and others come
+    with forced_eager(
+        Finder(bridge.original_model, "")
+    ):  # a generation, while which hooks go and others come
         of_hooks.detach()
         of_hooks.attach()
         assert torch.equal(bridge(tokens), expected)

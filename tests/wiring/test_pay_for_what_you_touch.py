@@ -19,7 +19,7 @@ def test_wrapping_attaches_nothing(hf):
 
 
 def test_one_name_attaches_one_torch_hook(bridge):
-    ends = 3  # the torch hooks that say where a pass begins and ends, and what keeps compiled code away
+    ends = 3  # torch hooks: where a pass begins and ends, and what keeps compiled code away
     handle = bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)
     assert torch_hooks(bridge.original_model) == 1 + ends
     bridge.blocks[1].hook_resid_pre.add_hook(lambda x, hook: None)
@@ -72,7 +72,8 @@ def test_heavy_points_are_left_out_until_switched_on(bridge, tokens):
 
 @pytest.mark.unchecked
 def test_wrapping_is_quick():
-    # An upper bound far above what it takes, so that a busy machine cannot fail it: it would if wrapping ran the model.
+    # An upper bound far above what it takes, so that a busy machine cannot fail it: it would if
+    # wrapping ran the model.
     hf = tiny("llama")
     TransformerBridge(hf)
     best = min(_timed(lambda: TransformerBridge(hf)) for _ in range(5))
@@ -86,6 +87,9 @@ def _timed(fn):
 
 
 def test_import_is_lazy():
-    loaded = "import sys, bridge; print([m for m in ('torch', 'transformers', 'adapters') if m in sys.modules])"
+    loaded = (
+        "import sys, bridge; print([m for m in ('torch', 'transformers', 'adapters') if m in"
+        " sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

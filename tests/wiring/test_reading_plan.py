@@ -1,4 +1,6 @@
-"""A cache of many points is read by a way of its own, where nobody changes anything: it has to be the same cache."""
+"""A cache of many points is read by a way of its own, where nobody changes anything: it has to be
+the same cache.
+"""
 
 import copy
 import gc
@@ -14,7 +16,9 @@ from bridge import TransformerBridge
 from tests.conftest import torch_hooks
 
 
-def read_one_by_one(bridge: TransformerBridge, tokens: Tensor, names: list[str]) -> dict[str, Tensor]:
+def read_one_by_one(
+    bridge: TransformerBridge, tokens: Tensor, names: list[str]
+) -> dict[str, Tensor]:
     """The same by hook functions of a user."""
     seen: dict[str, Tensor] = {}
 
@@ -26,7 +30,9 @@ def read_one_by_one(bridge: TransformerBridge, tokens: Tensor, names: list[str])
 
 
 @pytest.mark.parametrize("surroundings", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_it_is_what_hooks_see(bridge: TransformerBridge, tokens: Tensor, surroundings: type) -> None:
+def test_it_is_what_hooks_see(
+    bridge: TransformerBridge, tokens: Tensor, surroundings: type
+) -> None:
     with surroundings():
         logits, cache = bridge.run_with_cache(tokens)
         seen = read_one_by_one(bridge, tokens, list(cache))
@@ -38,7 +44,9 @@ def test_it_is_what_hooks_see(bridge: TransformerBridge, tokens: Tensor, surroun
     assert torch_hooks(bridge.original_model) == 0
 
 
-def test_a_few_names_hold_what_they_show_and_no_graph(bridge: TransformerBridge, tokens: Tensor) -> None:
+def test_a_few_names_hold_what_they_show_and_no_graph(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
     names = ["blocks.1.ln1.hook_scale", "blocks.1.attn.hook_q", "blocks.2.hook_resid_pre"]
     _, cache = bridge.run_with_cache(tokens, names_filter=names)
     _, everything = bridge.run_with_cache(tokens)
@@ -62,10 +70,14 @@ class InGraph(torch.autograd.Function):
 
 
 def test_nothing_of_the_graph_is_kept(bridge: TransformerBridge, tokens: Tensor) -> None:
-    """What waits to be computed holds tensors without a graph: else the whole pass would stay in memory."""
+    """What waits to be computed holds tensors without a graph: else the whole pass would stay in
+    memory.
+    """
     graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     first = bridge.original_model.get_submodule(bridge.block_paths[0])
-    first.register_forward_pre_hook(lambda module, args: (InGraph.apply(args[0], graphs), *args[1:]))
+    first.register_forward_pre_hook(
+        lambda module, args: (InGraph.apply(args[0], graphs), *args[1:])
+    )
     with torch.enable_grad():
         logits, cache = bridge.run_with_cache(tokens)
     assert logits.requires_grad and len(graphs) == 1
@@ -75,7 +87,9 @@ def test_nothing_of_the_graph_is_kept(bridge: TransformerBridge, tokens: Tensor)
     assert cache["pattern", 1].grad_fn is None
 
 
-def test_a_module_that_was_replaced_is_found_anew(bridge: TransformerBridge, tokens: Tensor) -> None:
+def test_a_module_that_was_replaced_is_found_anew(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
     _, before = bridge.run_with_cache(tokens)
     point = bridge.hook_dict["blocks.1.mlp.hook_post"].point
     parent_path, _, name = point.site.path.rpartition(".")
@@ -92,7 +106,9 @@ def test_a_module_that_was_replaced_is_found_anew(bridge: TransformerBridge, tok
     assert torch_hooks(bridge.original_model) == 0
 
 
-def test_it_sees_what_hooks_made_of_an_activation(bridge: TransformerBridge, tokens: Tensor) -> None:
+def test_it_sees_what_hooks_made_of_an_activation(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
     for name in ("blocks.1.hook_resid_post", "blocks.1.attn.hook_q", "blocks.1.ln2.hook_scale"):
         _, plain = bridge.run_with_cache(tokens)
         with bridge.hooks(fwd_hooks=[(name, lambda activation, hook: activation * 0.5)]):
@@ -116,7 +132,9 @@ def test_another_threads_run_is_not_read(bridge: TransformerBridge, tokens: Tens
         bridge.original_model(other)
         done.set()
 
-    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(wait)
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(
+        wait
+    )
     thread = threading.Thread(target=run_meanwhile)
     thread.start()
     _, cache = bridge.run_with_cache(tokens)
@@ -133,7 +151,9 @@ def test_two_threads_read_one_model_at_once(bridge: TransformerBridge, tokens: T
     def read(index: int) -> None:
         for _ in range(15):
             _, cache = bridge.run_with_cache(inputs[index])
-            wrong.extend(name for name in right[index] if not torch.equal(cache[name], right[index][name]))
+            wrong.extend(
+                name for name in right[index] if not torch.equal(cache[name], right[index][name])
+            )
 
     threads = [threading.Thread(target=read, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -150,7 +170,10 @@ def test_a_change_in_place_is_refused(bridge: TransformerBridge, tokens: Tensor)
             args[0].mul_(2)
 
     handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_hook(spoil)
-    with pytest.raises(RuntimeError, match="changed in place after it was recorded"), torch.no_grad():
+    with (
+        pytest.raises(RuntimeError, match="changed in place after it was recorded"),
+        torch.no_grad(),
+    ):
         bridge.run_with_cache(tokens)
     handle.remove()
 
@@ -159,7 +182,9 @@ def test_an_exception_leaves_nothing(bridge: TransformerBridge, tokens: Tensor) 
     def fail(module: nn.Module, args: object) -> None:
         raise ArithmeticError("midway")
 
-    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(fail)
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(
+        fail
+    )
     with pytest.raises(ArithmeticError, match="midway"):
         bridge.run_with_cache(tokens)
     handle.remove()
@@ -173,7 +198,9 @@ def test_a_copy_made_meanwhile_reads_nothing(bridge: TransformerBridge, tokens: 
     def take(module: nn.Module, args: object) -> None:
         copies.append(copy.deepcopy(bridge.original_model))
 
-    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(take)
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(
+        take
+    )
     _, cache = bridge.run_with_cache(tokens)
     handle.remove()
     kept = {name: cache[name].clone() for name in cache}
@@ -184,8 +211,12 @@ def test_a_copy_made_meanwhile_reads_nothing(bridge: TransformerBridge, tokens: 
     assert all(torch.equal(cache[name], kept[name]) for name in cache)
 
 
-def test_a_run_in_a_hook_of_another_reads_by_hooks_of_its_own(bridge: TransformerBridge, tokens: Tensor) -> None:
-    """The hooks of a plan are used again, never by two runs at once: the outer one goes on after the inner one."""
+def test_a_run_in_a_hook_of_another_reads_by_hooks_of_its_own(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
+    """The hooks of a plan are used again, never by two runs at once: the outer one goes on after
+    the inner one.
+    """
     other = (tokens + 1) % bridge.cfg.d_vocab
     right, of_other = bridge.run_with_cache(tokens)[1], bridge.run_with_cache(other)[1]
     inner: list[dict[str, Tensor]] = []
@@ -194,14 +225,18 @@ def test_a_run_in_a_hook_of_another_reads_by_hooks_of_its_own(bridge: Transforme
         handle.remove()
         inner.append(bridge.run_with_cache(other)[1])
 
-    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(run_inside)
+    handle = bridge.original_model.get_submodule(bridge.block_paths[1]).register_forward_pre_hook(
+        run_inside
+    )
     _, outer = bridge.run_with_cache(tokens)
     assert all(torch.equal(outer[name], right[name]) for name in right)
     assert all(torch.equal(inner[0][name], of_other[name]) for name in of_other)
     assert torch_hooks(bridge.original_model) == 0
 
 
-def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(bridge: TransformerBridge, tokens: Tensor) -> None:
+def test_hooks_that_wait_for_the_next_run_hold_nothing_of_the_last(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
     block, seen = bridge.original_model.get_submodule(bridge.block_paths[1]), []
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -242,8 +277,12 @@ def shows_what_runs(bridge: TransformerBridge, tokens: Tensor) -> None:
         torch.testing.assert_close(cache[name], x, rtol=1e-5, atol=1e-5)
 
 
-def test_a_plan_falls_with_any_module_that_was_replaced(bridge: TransformerBridge, tokens: Tensor) -> None:
-    """Also where the new module has the place in memory that the old one had, and where the old one lives on."""
+def test_a_plan_falls_with_any_module_that_was_replaced(
+    bridge: TransformerBridge, tokens: Tensor
+) -> None:
+    """Also where the new module has the place in memory that the old one had, and where the old one
+    lives on.
+    """
     kept: list[nn.Module] = []
     bridge.run_with_cache(tokens)
     for point in ("blocks.1.attn.hook_q", "blocks.1.hook_resid_pre", "blocks.1.hook_mlp_out"):

@@ -53,12 +53,19 @@ def test_a_forward_that_was_taken_while_hooks_were_on_works_afterwards():
 
 
 def test_what_another_thread_compiles_is_no_matter_of_this_one():
-    """torch says in every thread that it compiles, while one of them does: a run here is what it is otherwise."""
+    """torch says in every thread that it compiles, while one of them does: a run here is what it is
+    otherwise.
+    """
     bridge = TransformerBridge(tiny("llama"))
     tokens = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 4]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    steer = Add(torch.ones(bridge.cfg.d_model), positions=[-1])  # of generation: of what this pass makes
-    hooks = [("blocks.1.hook_resid_pre", steer), ("blocks.0.attn.hook_z", lambda z, hook: z.mul_(2))]
+    steer = Add(
+        torch.ones(bridge.cfg.d_model), positions=[-1]
+    )  # of generation: of what this pass makes
+    hooks = [
+        ("blocks.1.hook_resid_pre", steer),
+        ("blocks.0.attn.hook_z", lambda z, hook: z.mul_(2)),
+    ]
     begun, go_on = threading.Event(), threading.Event()
 
     def runs() -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""The figures of the shipped model, measured with Hugging Face's own classes and nothing of the bridge."""
+"""The figures of the shipped model, measured with Hugging Face's own classes and nothing of the
+bridge.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from bridge.embedded.language import random_list
 from bridge.embedded.prompts import Prompt, prompts
@@ -33,9 +40,13 @@ def load(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @torch.no_grad()
 def accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Prompt], bos: bool = True
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[Prompt],
+    bos: bool = True,
 ) -> float:
-    """Return the share of prompts whose most likely next token, of the whole vocabulary, is the answer.
+    """Return the share of prompts whose most likely next token, of the whole vocabulary, is the
+    answer.
 
     Args:
         model: the model.
@@ -68,7 +79,9 @@ def accuracy(
     return right / len(items)
 
 
-def repeated_lists(tokenizer: PreTrainedTokenizerBase, n: int, length: int, seed: int = 0) -> torch.Tensor:
+def repeated_lists(
+    tokenizer: PreTrainedTokenizerBase, n: int, length: int, seed: int = 0
+) -> torch.Tensor:
     """Return token ids of `n` held-out random lists, each said twice, after the beginning token.
 
     Args:
@@ -94,7 +107,8 @@ def repeated_lists(tokenizer: PreTrainedTokenizerBase, n: int, length: int, seed
 def repeat_accuracy(model: PreTrainedModel, ids: torch.Tensor) -> float:
     """Return the share of words of the second half that are foretold, its first word left out.
 
-    The first word of the second half is left out because nothing before it says that the list is over.
+    The first word of the second half is left out because nothing before it says that the list is
+    over.
 
     Args:
         model: the model.
@@ -116,9 +130,9 @@ def repeat_accuracy(model: PreTrainedModel, ids: torch.Tensor) -> float:
 def head_scores(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the induction score and the previous-token score of every head, each as (layer, head).
 
-    The induction score is the mean attention from a token of the second half to the token after its previous
-    occurrence; the previous-token score is the mean attention from a token to the one before it, over all tokens
-    but the beginning token.
+    The induction score is the mean attention from a token of the second half to the token after its
+    previous occurrence; the previous-token score is the mean attention from a token to the one
+    before it, over all tokens but the beginning token.
 
     Args:
         model: the model, loaded with eager attention.
@@ -134,7 +148,8 @@ def head_scores(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor
     """
     length = (ids.shape[1] - 1) // 2
     patterns = torch.stack(model(input_ids=ids, output_attentions=True).attentions)
-    # patterns is (layer, row, head, query, key); a token's previous occurrence is `length` before it.
+    # patterns is (layer, row, head, query, key); a token's previous occurrence is `length` before
+    # it.
     induction = patterns.diagonal(1 - length, dim1=-2, dim2=-1)[..., 2:]
     previous = patterns.diagonal(-1, dim1=-2, dim2=-1)
     return induction.mean((1, -1)), previous.mean((1, -1))
@@ -159,10 +174,13 @@ def figures(folder: str | Path, n: int = 1000, seed: int = 12345) -> dict[str, o
     """
     model, tokenizer = load(folder)
     result: dict[str, object] = {
-        kind: accuracy(model, tokenizer, prompts(kind, n, seed)) for kind in ("ioi", "fact", "repeats")
+        kind: accuracy(model, tokenizer, prompts(kind, n, seed))
+        for kind in ("ioi", "fact", "repeats")
     }
     for length in (10, 20, 50):
-        result[f"second_half_{length}"] = repeat_accuracy(model, repeated_lists(tokenizer, n // 5 + 1, length, seed))
+        result[f"second_half_{length}"] = repeat_accuracy(
+            model, repeated_lists(tokenizer, n // 5 + 1, length, seed)
+        )
     induction, previous = head_scores(model, repeated_lists(tokenizer, 50, 25, seed))
     for name, scores in (("induction", induction), ("previous_token", previous)):
         best = int(scores.argmax())

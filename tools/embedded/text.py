@@ -32,7 +32,8 @@ class Document:
     """One training text.
 
     Attributes:
-        kind: "ioi", "facts", "story", "count", "list" or "pieces" (a list of any pieces, not English).
+        kind: "ioi", "facts", "story", "count", "list" or "pieces" (a list of any pieces, not
+            English).
         pieces: the text, one piece per token.
         chance: how many pieces at the start are pure chance, which no reader could foretell.
 
@@ -76,7 +77,11 @@ def _ioi(rng: random.Random, long: bool) -> str:
     # One document in twelve has a third person give, so that either of the two may receive.
     subject, other = (first, second) if rng.random() < 0.5 else (second, first)
     giver = third if rng.random() < 1 / 12 else subject
-    template, place, thing = rng.choice(words.IOI_TEMPLATES), rng.choice(words.PLACES), rng.choice(words.OBJECTS)
+    template, place, thing = (
+        rng.choice(words.IOI_TEMPLATES),
+        rng.choice(words.PLACES),
+        rng.choice(words.OBJECTS),
+    )
     sentence = template.format(a=first, b=second, p=place, o=thing, s=giver) + f" {other}."
     ending = rng.choice(words.IOI_ENDINGS).format(i=other, s=giver)
     before = rng.randint(2, 8) if long else rng.choice((0, 0, 0, 1, 1, 2))
@@ -101,7 +106,9 @@ def _story(rng: random.Random, long: bool) -> str:
         colour, another = rng.sample(words.COLOURS, 2)
         template = rng.choice(words.STORY_TEMPLATES)
         sentences.append(
-            template.format(a=first, b=second, o=thing, r=other, p=place, q=elsewhere, k=colour, l=another)
+            template.format(
+                a=first, b=second, o=thing, r=other, p=place, q=elsewhere, k=colour, l=another
+            )
         )
     return " ".join(sentences)
 
@@ -147,8 +154,8 @@ def repeated(rng: random.Random, long: bool = False) -> Document:
 
     Args:
         rng: where the chance comes from.
-        long: whether to draw a list of 3 to 60 words said two or more times; otherwise it has 4 to 16 and is said
-            twice.
+        long: whether to draw a list of 3 to 60 words said two or more times; otherwise it has 4 to
+            16 and is said twice.
 
     Example:
         >>> import random

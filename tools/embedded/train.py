@@ -1,7 +1,7 @@
 """Train the shipped model from nothing and save it: `python -m tools.embedded.train --out DIR`.
 
-The text comes from `tools.embedded.text`; nothing is downloaded. At the end the weights are rounded to float16
-for storage, loaded back, and measured on prompts that were not in the text.
+The text comes from `tools.embedded.text`; nothing is downloaded. At the end the weights are rounded
+to float16 for storage, loaded back, and measured on prompts that were not in the text.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ from tools.embedded.text import documents
 CONTEXT = 128
 """The most tokens the model reads."""
 ROWS = {"short": 40, "long": 8, "lists": 64, "long lists": 8}
-"""How many texts of each stream there are in a step. Many short lists matter most: induction is learned from them."""
+"""How many texts of each stream there are in a step. Many short lists matter most: induction is
+learned from them.
+"""
 CHANCE_WEIGHT = 0.05
-"""How much the first time through a random list counts: it cannot be foretold, so it is mostly noise."""
+"""How much the first time through a random list counts: it cannot be foretold, so it is mostly
+noise.
+"""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the word-level tokenizer, whose words carry the space before them; it adds no special tokens by itself.
+    """Build the word-level tokenizer, whose words carry the space before them; it adds no special
+    tokens by itself.
 
     Example:
         >>> from tools.embedded.train import build_tokenizer
@@ -93,17 +98,20 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         **specials,
     )
     model = LlamaForCausalLM(config)
-    # Half of the text is copied words, and copying is learned sooner when a word starts out alike coming and going.
+    # Half of the text is copied words, and copying is learned sooner when a word starts out alike
+    # coming and going.
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
     model.generation_config = GenerationConfig(**specials)
     return model
 
 
-def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def batches(
+    tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Yield training steps: each one block of (ids, weights) per stream of the text.
 
-    One document is one row, the beginning token first; padding has weight 0. Short and long rows are in different
-    blocks so that little is padded.
+    One document is one row, the beginning token first; padding has weight 0. Short and long rows
+    are in different blocks so that little is padded.
 
     Args:
         tokenizer: the shipped tokenizer.
@@ -135,7 +143,9 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[list[tupl
         yield step
 
 
-def loss_of(model: LlamaForCausalLM, block: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(
+    model: LlamaForCausalLM, block: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted sum of the next-token losses of a block, and the sum of the weights.
 
     Args:
@@ -154,12 +164,17 @@ def loss_of(model: LlamaForCausalLM, block: torch.Tensor, weights: torch.Tensor)
 
 
 def train(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int, minutes: float, rate: float
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    steps: int,
+    minutes: float,
+    rate: float,
 ) -> int:
     """Train the model in place and return how many steps it took.
 
-    The learning rate rises over the first steps and then falls to nothing with the larger of the shares of steps
-    and of minutes that are spent, so that either limit ends a full schedule.
+    The learning rate rises over the first steps and then falls to nothing with the larger of the
+    shares of steps and of minutes that are spent, so that either limit ends a full schedule.
 
     Args:
         model: the model.
@@ -203,7 +218,9 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if done % 100 == 0:
-            shown = ", ".join(f"{sort} {value:.3f}" for sort, value in zip(ROWS, reached, strict=True))
+            shown = ", ".join(
+                f"{sort} {value:.3f}" for sort, value in zip(ROWS, reached, strict=True)
+            )
             print(f"step {done} ({spent:.0%}) loss {shown}", file=sys.stderr)
     raise AssertionError("the text has no end")
 
@@ -233,7 +250,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
     file = out / "model.safetensors"
     halves = {name: tensor.half() for name, tensor in load_file(file).items()}
-    # Written here rather than by safetensors, which would leave a file that only its owner can read.
+    # Written here rather than by safetensors, which would leave a file that only its owner can
+    # read.
     file.write_bytes(serialize(halves, metadata={"format": "pt"}))
     file.chmod(0o644)
 
@@ -246,7 +264,9 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description="Train the shipped model and save it.")
     parser.add_argument("--out", type=Path, required=True, help="folder to save to")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the text and of the first weights"
+    )
     parser.add_argument("--steps", type=int, default=3000, help="the most steps")
     parser.add_argument("--minutes", type=float, default=60.0, help="the most minutes")
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")

@@ -1,1 +1,1 @@
-"""Shapes that many families share, with places for what a family does differently."""
+"""Shapes that many families share, with arguments for a family's differences."""

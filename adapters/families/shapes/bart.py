@@ -22,81 +22,92 @@ def bart_like(
     scales: bool = False,
     hears: bool = False,
 ) -> Architecture:
-    """An encoder and a decoder, or, by their configuration, the decoder as a language model.
+    """Declare an encoder and a decoder, or, by their configuration, the decoder as a language
+    model.
 
     Args:
         config: the Hugging Face configuration.
-        on_stream: norms stand on the stream itself, not before each part.
-        final: there is a norm behind the last block.
-        embed_norm: there is one of the sum of the embeddings.
-        scales: where the configuration asks for it, the model multiplies the embedding, not the embedding's module.
-        hears: its encoder begins with sound, not with tokens.
+        on_stream: norms are applied to the stream itself, not before each part.
+        final: there is a norm after the last block.
+        embed_norm: there is a norm of the sum of the embeddings.
+        scales: where the configuration enables it, the model itself scales the embedding, not the
+            embedding's module.
+        hears: its encoder reads sound, not tokens.
     """
     alone = not config.is_encoder_decoder  # the decoder as a language model
-    names = ("decoder",) if alone else ("encoder", "decoder")
+    names = ["decoder"] if alone else ["encoder", "decoder"]
     factor = config.d_model**0.5 if scales and config.scale_embedding else 1.0
     width = config.decoder_ffn_dim if alone else config.encoder_ffn_dim
     own = None if config.decoder_ffn_dim == width else config.decoder_ffn_dim
     heads_differ = config.decoder_attention_heads != config.encoder_attention_heads and not alone
-    stacks = [
-        _stack(
-            name, on_stream, _embedding(name, embed_norm, factor), final=final, alone=alone,
-            d_mlp=own if name == "decoder" else None,
-            heads=(config.decoder_attention_heads, config.d_model) if heads_differ and name == "decoder" else None,
+    stacks = []
+    for name in names:
+        is_decoder = name == "decoder"
+        attn = _attention(config if heads_differ and is_decoder else None)
+        parts: list[Attention | MLP] = [attn]
+        if is_decoder and not alone:
+            parts.append(replace(attn, path="encoder_attn", keys_from="encoder"))
+        up = Projection("fc1", width=own if is_decoder else None)
+        parts.append(MLP("", up=up, down="fc2"))
+        stacks.append(
+            Stack(
+                f"{name}.layers",
+                _block(parts, on_stream),
+                final_norm=Norm(f"{name}.layer_norm", LAYER_NORM) if final else None,
+                embedding=_embedding(name, embed_norm, factor),
+                name="blocks" if alone else name,
+            )
         )
-        for name in names
-    ]  # fmt: skip
     if hears:
         stacks[0] = replace(stacks[0], embedding=Embedding())
-    start = (
-        {"n_heads": config.decoder_attention_heads}
-        if alone
-        else {"decoder_start_token_id": getattr(config, "decoder_start_token_id", None)}
-    )
+    values = {"d_mlp": width, "attention_dir": "bidirectional"}
+    if alone:
+        values |= {"attention_dir": "causal", "n_heads": config.decoder_attention_heads}
+    else:
+        values["decoder_start_token_id"] = getattr(config, "decoder_start_token_id", None)
+    bias = Affine(plus=None if alone else "final_logits_bias")
     return Architecture(
-        stacks=tuple(stacks),
-        readout=Readout("lm_head", output_transform=Affine(plus=None if alone else "final_logits_bias")),
+        tuple(stacks),
+        Readout("lm_head", output_transform=bias),
         no_layer_runs="" if alone else "its decoder needs the encoder's output",
-        config_values={"d_mlp": width, "attention_dir": "causal" if alone else "bidirectional", **start},
+        config_values=values,
     )
+
+
+def _attention(config: PreTrainedConfig | None) -> Attention:
+    """Declare self-attention.
+
+    Args:
+        config: the configuration; if the decoder has a different number of heads from the encoder,
+            the decoder's attention is declared.
+    """
+    width = None
+    values: dict[str, object] = {}
+    if config is not None:
+        n = config.decoder_attention_heads
+        width = config.d_model // n
+        values = {"n_heads": n, "n_key_value_heads": n}
+    q, k, v = (Projection(f"{letter}_proj", width=width) for letter in "qkv")
+    return Attention("self_attn", q, k, v, o="out_proj", config_values=values)
+
+
+def _block(parts: list[Attention | MLP], on_stream: bool) -> Block:
+    """Declare a block; each part has a norm, before it or on the stream after it."""
+    steps = []
+    for part in parts:
+        norm = Norm(f"{part.path or 'final'}_layer_norm", LAYER_NORM)
+        step = Step(part, out=None if part.path else "fc2")
+        steps.append(replace(step, stream_norm=norm) if on_stream else replace(step, pre=norm))
+    return Block(tuple(steps))
 
 
 def _embedding(name: str, normed: bool, factor: float) -> Embedding:
-    """Tokens and positions, and the norm of their sum."""
-    norm = Norm(f"{name}.layernorm_embedding", LAYER_NORM) if normed else None
-    tokens, positions = f"{name}.embed_tokens", f"{name}.embed_positions"
-    module = None if norm is None else norm.path
-    return Embedding(tokens, times(factor), added=tables(positions), norm=norm, module=module)
-
-
-def _stack(
-    name: str,
-    on_stream: bool,
-    embedding: Embedding,
-    *,
-    final: bool,
-    alone: bool,
-    d_mlp: int | None,
-    heads: tuple[int, int] | None,
-) -> Stack:
-    """The encoder, or the decoder, which attends to it where it does not stand `alone`.
-
-    `heads`, where a decoder has another number of them than its encoder: how many, and the width of all together.
-    """
-    width = None if heads is None else heads[1] // heads[0]
-    q, k, v = (Projection(f"{letter}_proj", width=width) for letter in "qkv")
-    attends = Attention("self_attn", q, k, v, o="out_proj")
-    if heads is not None:
-        attends = replace(attends, config_values={"n_heads": heads[0], "n_key_value_heads": heads[0]})
-    parts: list[tuple[Attention | MLP, str]] = [(attends, "self_attn_layer_norm")]
-    if name == "decoder" and not alone:
-        parts.append((replace(attends, path="encoder_attn", keys_from="encoder"), "encoder_attn_layer_norm"))
-    parts.append((MLP("", up=Projection("fc1", width=d_mlp), down="fc2"), "final_layer_norm"))
-    norms = [Norm(path, LAYER_NORM) for _, path in parts]
-    outs = [None if part.path else "fc2" for part, _ in parts]
-    steps = [
-        Step(part, stream_norm=norm, out=out) if on_stream else Step(part, pre=norm, out=out)
-        for (part, _), norm, out in zip(parts, norms, outs, strict=True)
-    ]
-    last = Norm(f"{name}.layer_norm", LAYER_NORM) if final else None
-    return Stack(f"{name}.layers", Block(tuple(steps)), {}, last, embedding, "blocks" if alone else name)
+    """Declare tokens and positions, and the norm of their sum."""
+    path = f"{name}.layernorm_embedding" if normed else None
+    return Embedding(
+        f"{name}.embed_tokens",
+        times(factor),
+        added=tables(f"{name}.embed_positions"),
+        norm=Norm(path, LAYER_NORM) if path else None,
+        module=path,
+    )

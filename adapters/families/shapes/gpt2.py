@@ -1,4 +1,4 @@
-"""GPT-2's shape: attention and an MLP, each behind a layer norm, one after the other or side by side."""
+"""GPT-2's shape: attention and an MLP, each after a layer norm, in sequence or in parallel."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ WIDE_AND_BACK = MLP("mlp", up=Projection("dense_h_to_4h"), down="dense_4h_to_h")
 Q, K, V = (Projection(f"{letter}_proj") for letter in "qkv")
 
 
-def fused(path: str, config: PreTrainedConfig, one: bool = False) -> tuple[Projection, Projection, Projection]:
-    """Queries, keys and values of one projection, head by head; or all queries, and then `one` head of keys and values.
+#: Queries, keys and values.
+Projections = tuple[Projection, Projection, Projection]
+
+
+def fused(path: str, config: PreTrainedConfig, one: bool = False) -> Projections:
+    """Declare queries, keys and values that one projection outputs head by head; or all queries,
+    and then `one` head of keys and one of values.
 
     Args:
-        path: of the projection.
+        path: the projection's path.
         config: the Hugging Face configuration.
         one: there is one head of keys and one of values.
     """
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = config.num_attention_heads
     if one:
         return in_a_row(path, width // heads, heads, 1)
     q, k, v = (Projection(path, interleaved(heads, i)) for i in range(3))
     return q, k, v
 
 
-def in_a_row(path: str, d_head: int, heads: int, kv_heads: int) -> tuple[Projection, Projection, Projection]:
-    """Queries, keys and values of one projection, behind each other.
+def in_a_row(path: str, d_head: int, heads: int, kv_heads: int) -> Projections:
+    """Declare queries, keys and values that one projection outputs one after the other.
 
     Args:
-        path: of the projection.
+        path: the projection's path.
         d_head: the width of a head.
-        heads, kv_heads: how many of queries, and how many of keys and of values.
+        heads, kv_heads: the number of heads of queries, and of keys and of values.
     """
     k, v, end = (n * d_head for n in (heads, heads + kv_heads, heads + 2 * kv_heads))
     return (
@@ -68,28 +74,34 @@ def gpt2_like(
     changed_in_place: tuple[tuple[str, Border], ...] = (),
     config_values: Mapping[str, object] | None = None,
 ) -> Architecture:
-    """GPT-2 with differences.
+    """Declare GPT-2 with differences.
 
     Args:
         attn, mlp: the parts of a block.
-        pre: the norms that they read through.
-        out: the modules whose outputs are their results, where they are others than the parts'.
+        pre: the norms of their inputs.
+        out: the modules whose outputs are their results, where they are not the parts themselves.
         parallel: both read the same stream.
-        path: of the list of blocks.
-        output: which element of what a block returns is the stream (None: it returns a tensor), and of how many.
-        final_norm: the norm behind the last block.
-        embed, pos_embed, embed_norm: the embeddings of tokens and of positions, and a norm behind those of tokens.
+        path: the path of the list of blocks.
+        output: the index of the stream in a block's output (None: it returns a tensor), and the
+            number of elements.
+        final_norm: the norm after the last block.
+        embed, pos_embed, embed_norm: the embeddings of tokens and of positions, and a norm after
+            those of tokens.
         unembed: the output layer.
         changed_in_place: as for `Stack`.
-        config_values: fields of `ModelConfig` that the configuration does not say by itself.
+        config_values: fields of `ModelConfig` that the configuration lacks.
     """
     first, second = (Norm(name, LAYER_NORM) for name in pre)
     last, embedded = (name and Norm(name, LAYER_NORM) for name in (final_norm, embed_norm))
     ff = Step(mlp, second, parallel_to=0 if parallel else None, out=out[1])
     block = Block((Step(attn, first, out=out[0]), ff))
     embedding = Embedding(embed, added=tables(pos_embed), norm=embedded or None)
-    return Architecture(
-        (Stack(path, block, {}, last or None, embedding, output=output, changed_in_place=changed_in_place),),
-        Readout(unembed),
-        config_values=config_values or {},
+    stack = Stack(
+        path,
+        block,
+        final_norm=last or None,
+        embedding=embedding,
+        output=output,
+        changed_in_place=changed_in_place,
     )
+    return Architecture((stack,), Readout(unembed), config_values=config_values or {})

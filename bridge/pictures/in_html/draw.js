@@ -25,7 +25,6 @@
     if (svg && width > room && spec.usermeta && spec.usermeta.details) {  // a graph is seen whole, to half its size
       svg.style.width = `${Math.max(room, width / 2)}px`;
       svg.style.height = "auto";
-      element.scrollLeft = spec.usermeta.open[0] * svg.clientWidth - room / 2;  // it opens at its strongest path
     }
     const panels = [].concat((spec.usermeta && spec.usermeta.wrap) || 0);  // one number for each picture
     for (const [i, part] of (spec.vconcat || [spec]).entries()) {

@@ -1,4 +1,6 @@
-"""`TransformerBridge` on a model whose class has no adapter: inferred, proved, said once; or refused."""
+"""`TransformerBridge` on a model whose class has no adapter: inferred, proved, said once; or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_it_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         bridge(TOKENS)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
     assert said == bridge.offered().summary
-    assert said.startswith("DiffLlamaForCausalLM has no adapter. One was inferred from a run and proved on it")
+    assert said.startswith(
+        "DiffLlamaForCausalLM has no adapter. One was inferred from a run and proved on it"
+    )
 
 
 @pytest.mark.parametrize("model_type", ["ctrl", "cpmant", "diffllama"])
@@ -42,7 +46,10 @@ def test_what_is_not_offered_is_listed_with_the_reason() -> None:
     offered = TransformerBridge(tiny_model("diffllama")).offered()
     missing = {f"blocks.{layer}.attn.hook_{letter}" for layer in (0, 1) for letter in "vz"}
     assert offered.inferred and set(offered.not_offered) == missing
-    assert "not offered: blocks.0.attn.hook_v: v: no projection has columns of its own for each head" in str(offered)
+    assert (
+        "not offered: blocks.0.attn.hook_v: v: no projection has columns of its own for each head"
+        in str(offered)
+    )
     assert {"blocks.0.hook_attn_out", "blocks.0.attn.hook_q"} <= set(offered.names)
     assert "blocks.0.attn.hook_z" not in offered.names
 
@@ -71,7 +78,11 @@ def test_numbers_of_a_tensor_without_axes() -> None:
 
 def test_a_declared_model_offers_what_is_declared(embedded: TransformerBridge) -> None:
     offered = embedded.offered()
-    assert not offered.inferred and not offered.not_offered and offered.names == tuple(embedded.hook_dict)
+    assert (
+        not offered.inferred
+        and not offered.not_offered
+        and offered.names == tuple(embedded.hook_dict)
+    )
 
 
 def test_without_automatic_it_is_refused() -> None:
@@ -83,17 +94,25 @@ def test_an_option_that_a_declaration_is_not_for_is_inferred() -> None:
     """OLMo with `clip_qkv` writes over its queries: its adapter says nothing of that."""
     model = tiny_model("olmo", clip_qkv=0.1)
     offered = TransformerBridge(model).offered()
-    assert offered.inferred and "OlmoForCausalLM has an adapter for other options than these." in offered.summary
+    assert (
+        offered.inferred
+        and "OlmoForCausalLM has an adapter for other options than these." in offered.summary
+    )
     with pytest.raises(UnsupportedModelError, match=r"is for clip_qkv=None, and this one has 0\.1"):
         TransformerBridge(model, automatic=False)
     assert not TransformerBridge(tiny_model("olmo"), automatic=False).offered().inferred
 
 
 @pytest.mark.parametrize(
-    ("model_type", "task", "reason"), [("diffusion_gemma", "image_text", r"it has 2 lists of blocks")]
+    ("model_type", "task", "reason"),
+    [("diffusion_gemma", "image_text", r"it has 2 lists of blocks")],
 )
-def test_where_nothing_can_be_inferred_the_reason_is_said(model_type: str, task: Task, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"^[^:]*{reason}.*: so what plays which part in "):
+def test_where_nothing_can_be_inferred_the_reason_is_said(
+    model_type: str, task: Task, reason: str
+) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^[^:]*{reason}.*: so what plays which part in "
+    ):
         TransformerBridge(tiny_model(model_type, task))
 
 
@@ -127,7 +146,11 @@ def test_factors_are_found() -> None:
     """Granite multiplies the embedding, and what each part adds."""
     model = tiny_model("granite")
     bridge = TransformerBridge(model, automatic="always")
-    assert {step.last_factor for step in bridge.architecture.steps()} == {model.config.residual_multiplier} == {0.3}
+    assert (
+        {step.last_factor for step in bridge.architecture.steps()}
+        == {model.config.residual_multiplier}
+        == {0.3}
+    )
     assert bridge.architecture.embedding.factor == model.config.embedding_multiplier == 3.0
     with torch.no_grad():
         own = model(TOKENS, output_hidden_states=True).hidden_states
@@ -140,16 +163,22 @@ def test_what_the_model_writes_over_is_in_a_cache_of_everything() -> None:
     """Falcon adds what attention wrote to what the MLP returned, in place."""
     model, name, seen = tiny_model("falcon", num_hidden_layers=1), "blocks.0.hook_mlp_out", []
     _, cache = TransformerBridge(model).run_with_cache(TOKENS)
-    model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    model.transformer.h[0].mlp.register_forward_hook(
+        lambda module, args, output: seen.append(output.clone())
+    )
     model(TOKENS)
     assert torch.equal(cache[name], seen[0])
 
 
 def test_a_part_of_which_no_gradient_can_be_taken_is_tried_with_another_input() -> None:
-    """RWKV writes over what a gradient would be taken from: its attention is no MLP, and what it calls one is none."""
+    """RWKV writes over what a gradient would be taken from: its attention is no MLP, and what it
+    calls one is none.
+    """
     offered = TransformerBridge(tiny_model("rwkv")).offered()
     assert not any("mlp" in name or "attn" in name for name in offered.names)
-    assert {"blocks.1.hook_mixer_out", "blocks.1.hook_mixer_2_out", "blocks.0.ln0.hook_out"} <= set(offered.names)
+    assert {"blocks.1.hook_mixer_out", "blocks.1.hook_mixer_2_out", "blocks.0.ln0.hook_out"} <= set(
+        offered.names
+    )
 
 
 def test_a_wrong_norm_is_no_norm() -> None:
@@ -163,7 +192,10 @@ def test_a_wrong_norm_is_no_norm() -> None:
     model.model.layers[1].input_layernorm = Odd()
     bridge = TransformerBridge(model, automatic="always")
     assert "Odd, which is no norm that is known" in bridge.offered().not_offered["blocks.1.ln1"]
-    assert "blocks.1.ln1.hook_scale" not in bridge.hook_dict and "blocks.0.ln1.hook_scale" in bridge.hook_dict
+    assert (
+        "blocks.1.ln1.hook_scale" not in bridge.hook_dict
+        and "blocks.0.ln1.hook_scale" in bridge.hook_dict
+    )
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "deepseek_v3", "roberta"])

@@ -1,4 +1,6 @@
-"""Claims of inferred declarations where a model is not what its configuration, or another part of it, says."""
+"""Claims of inferred declarations where a model is not what its configuration, or another part of
+it, says.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,19 @@ def all_of(bridge: TransformerBridge) -> dict[str, Tensor]:
 
 
 #: Heads as wide as those of a real model, and few of them.
-HEADS_OF_64 = {"hidden_size": 128, "encoder_num_attention_heads": 2, "decoder_num_attention_heads": 2}
+HEADS_OF_64 = {
+    "hidden_size": 128,
+    "encoder_num_attention_heads": 2,
+    "decoder_num_attention_heads": 2,
+}
 HEADS_OF_64 |= {"encoder_num_key_value_heads": 2, "decoder_num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("sizes", ["small", "wide"])
 def test_a_rotation_by_the_angles_of_another_width(sizes: str) -> None:
-    """Moonshine makes its angles of 90 % of a head's columns, and turns one more: no base of that width."""
+    """Moonshine makes its angles of 90 % of a head's columns, and turns one more: no base of that
+    width.
+    """
     config = tiny_config("moonshine", "speech", **HEADS_OF_64 if sizes == "wide" else {})
     model = tiny_of(model_class("moonshine", "speech"), config)
     bridge = TransformerBridge(model)
@@ -41,14 +49,18 @@ def test_a_rotation_by_the_angles_of_another_width(sizes: str) -> None:
     speeds = model.model.encoder.rotary_emb.inv_freq.double()
     base, dim = bridge.cfg.rotary_base, bridge.cfg.rotary_dim
     assert base is not None and dim == 2 * len(speeds)
-    torch.testing.assert_close(base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), speeds, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim), speeds, rtol=1e-5, atol=0
+    )
     assert base != model.config.rope_parameters["rope_theta"]
 
 
 def test_a_decoder_with_another_activation_function_than_its_encoder() -> None:
     bridge = TransformerBridge(tiny_model("moonshine", "speech"))
     seen = all_of(bridge)
-    pre, linear, post = (seen[f"decoder.0.mlp.hook_{name}"] for name in ("pre", "pre_linear", "post"))
+    pre, linear, post = (
+        seen[f"decoder.0.mlp.hook_{name}"] for name in ("pre", "pre_linear", "post")
+    )
     torch.testing.assert_close(post, torch.nn.functional.silu(pre) * linear)
     assert bridge.cfg.act_fn == "gelu"
     torch.testing.assert_close(
@@ -60,7 +72,10 @@ def test_a_decoder_with_another_activation_function_than_its_encoder() -> None:
         decoder,
         block=replace(
             decoder.block,
-            steps=(*decoder.block.steps[:-1], replace(decoder.block.steps[-1], part=replace(part, activation=None))),
+            steps=(
+                *decoder.block.steps[:-1],
+                replace(decoder.block.steps[-1], part=replace(part, activation=None)),
+            ),
         ),
     )
     with declared_as(replace(infer(bridge.core).architecture, stacks=(first, wrong))):
@@ -68,7 +83,9 @@ def test_a_decoder_with_another_activation_function_than_its_encoder() -> None:
 
 
 def test_what_is_tied_is_seen_and_not_believed() -> None:
-    """Pop2Piano's configuration says that it ties its output layer, and transformers does not tie it."""
+    """Pop2Piano's configuration says that it ties its output layer, and transformers does not tie
+    it.
+    """
     model = tiny_model("pop2piano", "speech")
     bridge = TransformerBridge(model)
     assert model.config.tie_word_embeddings and model.lm_head.weight is not model.shared.weight
@@ -92,11 +109,19 @@ def test_queries_that_are_multiplied_with_a_number_for_each_place_and_head() -> 
 
 
 def test_an_indexers_product_is_not_taken_for_queries_and_keys() -> None:
-    """HY V4's indexer multiplies first, in the same module: what enters the attention's product is not offered."""
+    """HY V4's indexer multiplies first, in the same module: what enters the attention's product is
+    not offered.
+    """
     bridge = TransformerBridge(tiny_model("hy_v4"))
-    reasons = {name: why for name, why in bridge.offered().not_offered.items() if name.startswith("blocks.0")}
+    reasons = {
+        name: why
+        for name, why in bridge.offered().not_offered.items()
+        if name.startswith("blocks.0")
+    }
     assert set(reasons) == {"blocks.0.attn.hook_rot_q", "blocks.0.attn.hook_rot_k"}
-    assert all("a module inside of it may multiply others before" in why for why in reasons.values())
+    assert all(
+        "a module inside of it may multiply others before" in why for why in reasons.values()
+    )
     assert verify(bridge).passed
 
 
@@ -109,7 +134,9 @@ def test_a_part_that_reads_the_stream_itself_does_not_read_the_norm_of_another()
 
 def test_a_window_that_looks_ahead_one_token_farther_than_back() -> None:
     bridge = TransformerBridge(tiny_model("t5gemma2", "seq2seq"))
-    (check,) = [each for each in verify(bridge).checks if each.name.startswith("attention goes where")]
+    (check,) = [
+        each for each in verify(bridge).checks if each.name.startswith("attention goes where")
+    ]
     window = bridge.cfg.window_size
     assert check.passed and f"{window} tokens ahead are seen, and {window - 1} back" in check.detail
     pattern = all_of(bridge)["encoder.0.attn.hook_pattern"] > 0

@@ -1,4 +1,6 @@
-"""Encoder-decoders that no adapter declares: both stacks and the attention between them, against plain torch hooks."""
+"""Encoder-decoders that no adapter declares: both stacks and the attention between them, against
+plain torch hooks.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,36 @@ from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import tiny_model
 
-#: Norms on the stream; norms before; RMS norms, position biases; a mixture in both stacks; gates and grouped heads;
-#: positions before the batch.
+#: Norms on the stream; norms before; RMS norms, position biases; a mixture in both stacks; gates
+#: and grouped heads; positions before the batch.
 TYPES = ("bart", "m2m_100", "umt5", "switch_transformers", "t5gemma", "fsmt")
-#: The modules that project an encoder's output to keys in the first layer of the decoder, and that put out the result.
+#: The modules that project an encoder's output to keys in the first layer of the decoder, and that
+#: put out the result.
 CROSS = {
-    "bart": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
-    "m2m_100": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
-    "umt5": ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.0.layer.1.EncDecAttention.o"),
-    "switch_transformers": ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.0.layer.1.EncDecAttention.o"),
-    "fsmt": ("model.decoder.layers.0.encoder_attn.k_proj", "model.decoder.layers.0.encoder_attn.out_proj"),
-    "t5gemma": ("model.decoder.layers.0.cross_attn.k_proj", "model.decoder.layers.0.cross_attn.o_proj"),
+    "bart": (
+        "model.decoder.layers.0.encoder_attn.k_proj",
+        "model.decoder.layers.0.encoder_attn.out_proj",
+    ),
+    "m2m_100": (
+        "model.decoder.layers.0.encoder_attn.k_proj",
+        "model.decoder.layers.0.encoder_attn.out_proj",
+    ),
+    "umt5": (
+        "decoder.block.0.layer.1.EncDecAttention.k",
+        "decoder.block.0.layer.1.EncDecAttention.o",
+    ),
+    "switch_transformers": (
+        "decoder.block.0.layer.1.EncDecAttention.k",
+        "decoder.block.0.layer.1.EncDecAttention.o",
+    ),
+    "fsmt": (
+        "model.decoder.layers.0.encoder_attn.k_proj",
+        "model.decoder.layers.0.encoder_attn.out_proj",
+    ),
+    "t5gemma": (
+        "model.decoder.layers.0.cross_attn.k_proj",
+        "model.decoder.layers.0.cross_attn.o_proj",
+    ),
 }
 
 
@@ -80,11 +101,15 @@ def test_cross_attention_is_what_torch_hooks_see_and_change(model_type: str) -> 
     z = torch.einsum("bhqk,bkhd->bqhd", pattern, v)
     assert torch.allclose(z, cache["decoder.0.cross_attn.hook_z"], atol=1e-5)
     if model_type != "t5gemma":  # which has a norm behind it
-        torch.testing.assert_close(cache["decoder.0.hook_cross_attn_out"], seen[result], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            cache["decoder.0.hook_cross_attn_out"], seen[result], rtol=1e-5, atol=1e-5
+        )
 
     halved = run(model, (keys, lambda module, args, output: output * 0.5))
     assert float((halved - plain).abs().max()) > 1e-2
-    edited = bridge.run_with_hooks(tokens, fwd_hooks=[("decoder.0.cross_attn.hook_k", lambda x, hook: x * 0.5)], **more)
+    edited = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("decoder.0.cross_attn.hook_k", lambda x, hook: x * 0.5)], **more
+    )
     torch.testing.assert_close(edited, halved, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +126,9 @@ def test_blocks_that_are_given_positions_first_in_both_stacks(tied: bool) -> Non
     decoder = model.model.decoder
     first = cache["decoder_embed.hook_out"] + cache["decoder_pos_embed.hook_out"]
     assert torch.equal(first, cache["decoder.0.hook_resid_pre"])
-    assert torch.equal(cache["decoder_pos_embed.hook_out"], decoder.embed_positions(more["decoder_input_ids"]))
+    assert torch.equal(
+        cache["decoder_pos_embed.hook_out"], decoder.embed_positions(more["decoder_input_ids"])
+    )
     own = model(**inputs, output_hidden_states=True)
     for layer, seen in enumerate(own.decoder_hidden_states[:-1]):
         assert torch.equal(cache[f"decoder.{layer}.hook_resid_pre"], seen)
@@ -119,13 +146,17 @@ def test_blocks_that_are_given_positions_first_in_both_stacks(tied: bool) -> Non
         return x
 
     expected = run(model, ("model.decoder.layers.1.self_attn.q_proj", plain))
-    found = bridge.run_with_hooks(tokens, fwd_hooks=[("decoder.1.attn.hook_q", nothing_at_three)], **more)
+    found = bridge.run_with_hooks(
+        tokens, fwd_hooks=[("decoder.1.attn.hook_q", nothing_at_three)], **more
+    )
     assert torch.equal(found, expected) and not torch.allclose(found, own.logits)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "blenderbot-small"])
 def test_the_decoders_own_embeddings(model_type: str) -> None:
-    """In BART a norm is behind the sum of tokens and positions, in the small Blenderbot behind the tokens alone."""
+    """In BART a norm is behind the sum of tokens and positions, in the small Blenderbot behind the
+    tokens alone.
+    """
     model = tiny_model(model_type, "seq2seq")
     bridge = TransformerBridge(model)
     inputs = sample_inputs(model)
@@ -154,14 +185,25 @@ def test_the_inferred_t5_shows_what_the_declared_one_does() -> None:
     for name in caches[0].keys():  # noqa: SIM118  # a cache is iterated over by its tensors
         assert torch.equal(caches[0][name], caches[1][name]), name
     for mine, other in zip(declared.architecture.stacks, inferred.architecture.stacks, strict=True):
-        assert [n.step.part.path for n in mine.block.named] == [n.step.part.path for n in other.block.named]
+        assert [n.step.part.path for n in mine.block.named] == [
+            n.step.part.path for n in other.block.named
+        ]
         assert mine.final_norm == other.final_norm
-    for name in ("n_layers", "n_heads", "d_head", "d_mlp", "attn_scale", "relative_attention_num_buckets"):
+    for name in (
+        "n_layers",
+        "n_heads",
+        "d_head",
+        "d_mlp",
+        "attn_scale",
+        "relative_attention_num_buckets",
+    ):
         assert getattr(declared.cfg, name) == getattr(inferred.cfg, name), name
 
 
 def test_a_table_that_a_layer_does_not_add_is_not_its_position_bias() -> None:
-    """Cross-attention has no bias, self-attention has one in every layer, that of the first layer's table."""
+    """Cross-attention has no bias, self-attention has one in every layer, that of the first layer's
+    table.
+    """
     stack = infer(tiny_model("mt5", "seq2seq")).architecture.stacks[1]
     for layer in range(2):
         own, cross = stack.block_at(layer).attentions
@@ -182,7 +224,10 @@ def test_a_norm_of_the_decoders_embeddings_that_is_left_out_is_not_proved() -> N
     model = tiny_model("bart", "seq2seq")
     right = infer(model).architecture
     decoder = right.stacks[1]
-    wrong = replace(right, stacks=(right.stacks[0], replace(decoder, embedding=replace(decoder.embedding, norm=None))))
+    wrong = replace(
+        right,
+        stacks=(right.stacks[0], replace(decoder, embedding=replace(decoder.embedding, norm=None))),
+    )
     bridge = TransformerBridge(model)
     bridge.__dict__["architecture"] = wrong
     report = verify(bridge, level="quick")
@@ -213,7 +258,9 @@ def test_a_bias_behind_the_output_layer_is_told_and_no_unknown() -> None:
     assert torch.equal(bridge.b_U, model.final_logits_bias[0])
 
 
-def test_the_layers_between_stream_and_output_layer_are_found_without_a_module_around_them() -> None:
+def test_the_layers_between_stream_and_output_layer_are_found_without_a_module_around_them() -> (
+    None
+):
     bridge = TransformerBridge(tiny_model("distilbert", "masked"))
     (head,) = bridge.architecture.heads
     assert (head.path, head.linear) == (".vocab_transform", ".vocab_transform")
@@ -235,6 +282,8 @@ def test_generation_shows_cross_attention_at_every_step() -> None:
 def test_its_source_declares_the_two_stacks() -> None:
     found = infer(tiny_model("t5gemma", "seq2seq")).architecture
     namespace: dict[str, Any] = {}
-    source = source_of(found, "MinePreTrainedModel", "Mine").replace('@register("MinePreTrainedModel")\n', "")
+    source = source_of(found, "MinePreTrainedModel", "Mine").replace(
+        '@register("MinePreTrainedModel")\n', ""
+    )
     exec(compile(source, "mine", "exec"), namespace)
     assert namespace["mine"](None) == found

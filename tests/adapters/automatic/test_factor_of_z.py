@@ -28,7 +28,9 @@ class Factor(nn.Module):
 
 
 def scaled(*, of_the_run: bool = False) -> PreTrainedModel:
-    """A Llama whose `z` is multiplied with 0.7, or with a number that is made of what attention is given."""
+    """A Llama whose `z` is multiplied with 0.7, or with a number that is made of what attention is
+    given.
+    """
     model = tiny_model("llama")
 
     def make(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -49,13 +51,23 @@ def test_a_constant_factor_is_found_and_proved() -> None:
     assert verify(bridge).passed, str(verify(bridge))
     steps = bridge.architecture.stack.block.steps
     wrong = replace(steps[0], part=replace(attn, z_transform=Affine(0.72)))
-    stack = replace(bridge.architecture.stack, block=replace(bridge.architecture.stack.block, steps=(wrong, steps[1])))
+    stack = replace(
+        bridge.architecture.stack,
+        block=replace(bridge.architecture.stack.block, steps=(wrong, steps[1])),
+    )
     with declared_as(replace(bridge.architecture, stacks=(stack,))):
-        assert "pattern @ v = z" in {check.name for check in verify(TransformerBridge(model)).failed}
+        assert "pattern @ v = z" in {
+            check.name for check in verify(TransformerBridge(model)).failed
+        }
 
 
 def test_a_factor_that_the_run_makes_is_left_out_by_name() -> None:
     bridge = TransformerBridge(scaled(of_the_run=True), automatic="always")
-    assert "something unknown stands between" in bridge.offered().not_offered["blocks.0.attn.hook_z"]
-    assert "blocks.0.attn.hook_v" not in bridge.hook_dict and "blocks.0.attn.hook_q" in bridge.hook_dict
+    assert (
+        "something unknown stands between" in bridge.offered().not_offered["blocks.0.attn.hook_z"]
+    )
+    assert (
+        "blocks.0.attn.hook_v" not in bridge.hook_dict
+        and "blocks.0.attn.hook_q" in bridge.hook_dict
+    )
     assert not any(isinstance(step.part, Attention) for step in bridge.architecture.steps())

@@ -1,4 +1,6 @@
-"""Types that were offered in part only: all of what a block computes has hook points now, and is proved."""
+"""Types that were offered in part only: all of what a block computes has hook points now, and is
+proved.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,18 @@ from tests.tiny_models import tiny_model
 
 #: Types, and the options with which a tiny one shows what it does.
 FULL: dict[str, dict[str, Any]] = {
-    "axk2": {}, "bitnet": {}, "dbrx": {}, "gemma4_text": {}, "gpt_neox_japanese": {}, "kimi_linear": {},
-    "llama4_text": {}, "mimo_v2_flash": {}, "minimax_m3_vl_text": {"swiglu_limit": 1.0}, "nemotron_h": {}, "phimoe": {},
-}  # fmt: skip
+    "axk2": {},
+    "bitnet": {},
+    "dbrx": {},
+    "gemma4_text": {},
+    "gpt_neox_japanese": {},
+    "kimi_linear": {},
+    "llama4_text": {},
+    "mimo_v2_flash": {},
+    "minimax_m3_vl_text": {"swiglu_limit": 1.0},
+    "nemotron_h": {},
+    "phimoe": {},
+}
 FIRES = "every hook point fires once, with its declared shape"
 #: Of what only they claim, changes, and the claim that each breaks.
 CHANGED = {
@@ -33,7 +44,10 @@ CHANGED = {
     ("dbrx", "blocks: Attention: clamp left out"): SCORES,
     ("dbrx", "blocks: MoE: router returns logits, weights, indices"): FIRES,
     ("gemma4_text", "blocks: MLP: what it is multiplied with left out"): GATED,
-    ("gpt_neox_japanese", "blocks: layer 1: Attention: output_transform left out"): "resid_pre + attn_out = resid_mid",
+    (
+        "gpt_neox_japanese",
+        "blocks: layer 1: Attention: output_transform left out",
+    ): "resid_pre + attn_out = resid_mid",
     ("kimi_linear", "blocks: layer 1: Attention: not rotary is"): SCORES,
     ("llama4_text", "blocks: MoE: router returns logits, weights, indices"): FIRES,
     ("llama4_text", "blocks: MoE: chosen by probabilities"): CHOICE,
@@ -59,7 +73,9 @@ def test_a_wrong_declaration_of_it_is_refused(model_type: str, name: str) -> Non
 
 
 def test_an_edit_of_a_norm_goes_through_the_gate_behind_it() -> None:
-    """A.X K2: twice the scale is half the norm, of which the gate makes something else; by plain torch hooks."""
+    """A.X K2: twice the scale is half the norm, of which the gate makes something else; by plain
+    torch hooks.
+    """
     model = tiny_model("axk2")
     bridge, tokens = TransformerBridge(model), torch.arange(3, 12)[None]
     norm: Any = model.model.layers[1].input_layernorm

@@ -1,4 +1,6 @@
-"""Vision transformers and encoders of sound: values, edits, gradients and attributions, against plain torch hooks."""
+"""Vision transformers and encoders of sound: values, edits, gradients and attributions, against
+plain torch hooks.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,73 @@ from bridge import TransformerBridge
 from tests.adapters.mutations import declared_as
 from tests.tiny_models import config_for, tiny_of
 
-#: Classes; the layer of patches, the first block, its attention, the module of the first stream and the head, if any.
+#: Classes; the layer of patches, the first block, its attention, the module of the first stream and
+#: the head, if any.
 CLASSES = {
-    "ViTForImageClassification": ("embeddings.patch_embeddings", "layers.0", "attention", "embeddings", "classifier"),
-    "DeiTForImageClassification": ("embeddings.patch_embeddings", "layers.0", "attention", "embeddings", "classifier"),
+    "ViTForImageClassification": (
+        "embeddings.patch_embeddings",
+        "layers.0",
+        "attention",
+        "embeddings",
+        "classifier",
+    ),
+    "DeiTForImageClassification": (
+        "embeddings.patch_embeddings",
+        "layers.0",
+        "attention",
+        "embeddings",
+        "classifier",
+    ),
     "Dinov2WithRegistersForImageClassification": (
-        "embeddings.patch_embeddings", "encoder.layer.0", "layer_scale1", "embeddings", None,
+        "embeddings.patch_embeddings",
+        "encoder.layer.0",
+        "layer_scale1",
+        "embeddings",
+        None,
     ),
-    "DINOv3ViTModel": ("embeddings.patch_embeddings", "model.layer.0", "layer_scale1", "embeddings", None),
+    "DINOv3ViTModel": (
+        "embeddings.patch_embeddings",
+        "model.layer.0",
+        "layer_scale1",
+        "embeddings",
+        None,
+    ),
     "SiglipForImageClassification": (
-        "embeddings.patch_embedding", "encoder.layers.0", "self_attn", "embeddings", "classifier",
+        "embeddings.patch_embedding",
+        "encoder.layers.0",
+        "self_attn",
+        "embeddings",
+        "classifier",
     ),
-    "CLIPVisionModel": ("embeddings.patch_embedding", "encoder.layers.0", "self_attn", "pre_layrnorm", None),
+    "CLIPVisionModel": (
+        "embeddings.patch_embedding",
+        "encoder.layers.0",
+        "self_attn",
+        "pre_layrnorm",
+        None,
+    ),
     "CLIPForImageClassification": (
-        "embeddings.patch_embedding", "encoder.layers.0", "self_attn", "pre_layrnorm", "classifier",
+        "embeddings.patch_embedding",
+        "encoder.layers.0",
+        "self_attn",
+        "pre_layrnorm",
+        "classifier",
     ),
-    "BeitForImageClassification": ("embeddings.patch_embeddings", "layers.0", None, "embeddings", "classifier"),
+    "BeitForImageClassification": (
+        "embeddings.patch_embeddings",
+        "layers.0",
+        None,
+        "embeddings",
+        "classifier",
+    ),
     "IJepaForImageClassification": (
-        "embeddings.patch_embeddings", "layers.0", "attention", "embeddings", "classifier",
+        "embeddings.patch_embeddings",
+        "layers.0",
+        "attention",
+        "embeddings",
+        "classifier",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +110,9 @@ def ending(model: nn.Module, path: str) -> nn.Module:
 
 def first(output: Any) -> Tensor:
     found: Tensor = (
-        output if isinstance(output, Tensor) else next(iter(output.values() if hasattr(output, "values") else output))
+        output
+        if isinstance(output, Tensor)
+        else next(iter(output.values() if hasattr(output, "values") else output))
     )
     return found
 
@@ -69,7 +120,9 @@ def first(output: Any) -> Tensor:
 def seen(model: nn.Module, path: str, run: Callable[[], Any]) -> Tensor:
     """What a module puts out, by a plain torch hook."""
     kept: list[Tensor] = []
-    handle = ending(model, path).register_forward_hook(lambda module, args, output: kept.append(first(output)))
+    handle = ending(model, path).register_forward_hook(
+        lambda module, args, output: kept.append(first(output))
+    )
     try:
         run()
     finally:
@@ -94,7 +147,9 @@ def test_activations_edits_and_gradients_are_those_of_plain_hooks(name: str) -> 
     assert torch.equal(cache["hook_full_embed"], seen(model, stream, run))
     assert torch.equal(cache["blocks.0.hook_resid_post"], seen(model, block, run))
     if attention is not None:
-        assert torch.equal(cache["blocks.0.hook_attn_out"], seen(model, f"{block}.{attention}", run))
+        assert torch.equal(
+            cache["blocks.0.hook_attn_out"], seen(model, f"{block}.{attention}", run)
+        )
     if head is not None:
         _, ends = bridge.run_with_cache(pixel_values=images, names_filter="unembed.hook_out")
         assert torch.equal(ends["unembed.hook_out"], own)
@@ -102,7 +157,11 @@ def test_activations_edits_and_gradients_are_those_of_plain_hooks(name: str) -> 
     def other(x: Tensor) -> Tensor:  # of the patches alone
         return torch.cat([x[:, :-2], x[:, -2:].flip(1) * 0.5], 1)
 
-    for hook, path in (("hook_embed", patches), ("blocks.0.hook_resid_post", block), ("hook_full_embed", stream)):
+    for hook, path in (
+        ("hook_embed", patches),
+        ("blocks.0.hook_resid_post", block),
+        ("hook_full_embed", stream),
+    ):
 
         def edit(module: object, args: object, output: Any) -> Any:
             x = first(output)
@@ -119,7 +178,9 @@ def test_activations_edits_and_gradients_are_those_of_plain_hooks(name: str) -> 
         assert not torch.equal(expected, own), hook
 
     grads: dict[str, Tensor] = {}
-    with bridge.hooks(bwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: grads.update(hook=x.clone()))]):
+    with bridge.hooks(
+        bwd_hooks=[("blocks.0.hook_resid_post", lambda x, hook: grads.update(hook=x.clone()))]
+    ):
         first(bridge(images)).pow(2).sum().backward()
     kept: list[Tensor] = []
 
@@ -133,23 +194,34 @@ def test_activations_edits_and_gradients_are_those_of_plain_hooks(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["ViTForImageClassification", "SiglipForImageClassification", "IJepaForImageClassification"]
+    "name",
+    ["ViTForImageClassification", "SiglipForImageClassification", "IJepaForImageClassification"],
 )
 def test_the_classifiers_head_is_the_unembedding(name: str) -> None:
-    """Attributions sum to a class's logit, and the lens ends in the logits: at the class token, or in the mean."""
+    """Attributions sum to a class's logit, and the lens ends in the logits: at the class token, or
+    in the mean.
+    """
     model, bridge, images = made(name)
     pooled = bridge.architecture.readout.pooled
     assert pooled in ((0, 1), (0, None))
     own = model(pixel_values=images).logits
     _, cache = bridge.run_with_cache(pixel_values=images)
     terms = cache.decompose_resid(layer=-1, mlp_input=False)
-    torch.testing.assert_close(terms.sum(0), cache["blocks.1.hook_resid_post"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        terms.sum(0), cache["blocks.1.hook_resid_post"], rtol=1e-4, atol=1e-5
+    )
     label = torch.ones(len(images), dtype=torch.long)
-    attributions = cache.logit_attrs(terms, label, norm_weights=True)[:, :, slice(*pooled)].mean(-1).sum(0)
-    bias = model.classifier.bias[1] + model.classifier.weight[1] @ ending(model, final_norm(name)).bias
+    attributions = (
+        cache.logit_attrs(terms, label, norm_weights=True)[:, :, slice(*pooled)].mean(-1).sum(0)
+    )
+    bias = (
+        model.classifier.bias[1] + model.classifier.weight[1] @ ending(model, final_norm(name)).bias
+    )
     torch.testing.assert_close(attributions + bias, own[:, 1], rtol=1e-3, atol=1e-4)
     reading = bridge.lens(images)
-    torch.testing.assert_close(reading.logits(-1)[:, slice(*pooled)].mean(1), own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        reading.logits(-1)[:, slice(*pooled)].mean(1), own, rtol=1e-4, atol=1e-5
+    )
 
 
 def final_norm(name: str) -> str:
@@ -169,7 +241,9 @@ def test_patches_can_be_patched() -> None:
             x[:, position] = kept[:, position]
             return x
 
-        def patched(module: object, args: tuple[Tensor, ...], position: int = position) -> tuple[Tensor, ...]:
+        def patched(
+            module: object, args: tuple[Tensor, ...], position: int = position
+        ) -> tuple[Tensor, ...]:
             return (patch(args[0], None, position), *args[1:])
 
         handle = ending(model, "layers.1").register_forward_pre_hook(patched)
@@ -211,9 +285,13 @@ def test_a_wrong_beginning_or_end_is_refused(change: str, claim: str) -> None:
 def test_what_is_for_text_is_refused() -> None:
     _, bridge, images = made("ViTForImageClassification")
     for call in (lambda: bridge.to_tokens("a"), lambda: bridge.to_str_tokens("a")):
-        with pytest.raises(ValueError, match="ViTForImageClassification reads pixel_values, not text"):
+        with pytest.raises(
+            ValueError, match="ViTForImageClassification reads pixel_values, not text"
+        ):
             call()
-    with pytest.raises(TypeError, match="ViTForImageClassification reads no tokens: its input is pixel_values"):
+    with pytest.raises(
+        TypeError, match="ViTForImageClassification reads no tokens: its input is pixel_values"
+    ):
         bridge("a")
     with pytest.raises(TypeError, match="ViTForImageClassification does not generate text"):
         bridge.generate("a")
@@ -222,7 +300,8 @@ def test_what_is_for_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification", "WhisperForAudioClassification"]
+    "name",
+    ["HubertModel", "Wav2Vec2ForCTC", "ASTForAudioClassification", "WhisperForAudioClassification"],
 )
 def test_encoders_of_sound(name: str) -> None:
     model, bridge, sound = made(name)
@@ -231,11 +310,15 @@ def test_encoders_of_sound(name: str) -> None:
     own = first(model(sound))
     blocks = bridge.architecture.stack.path
     handle = ending(model, f"{blocks}.0").register_forward_hook(
-        lambda module, args, output: output * 0.5 if isinstance(output, Tensor) else (output[0] * 0.5, *output[1:])
+        lambda module, args, output: (
+            output * 0.5 if isinstance(output, Tensor) else (output[0] * 0.5, *output[1:])
+        )
     )
     expected = first(model(sound))
     handle.remove()
-    edited = bridge.run_with_hooks(sound, fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x * 0.5)])
+    edited = bridge.run_with_hooks(
+        sound, fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x * 0.5)]
+    )
     torch.testing.assert_close(first(edited), expected)
     assert not torch.allclose(expected, own)
 

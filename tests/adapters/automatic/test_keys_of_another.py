@@ -1,4 +1,6 @@
-"""Layers that read the keys and values of an earlier one (Gemma 4's small models): their points, and the source's."""
+"""Layers that read the keys and values of an earlier one (Gemma 4's small models): their points,
+and the source's.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,17 @@ KINDS = ["sliding_attention", "full_attention"] * 4
 def as_released() -> PreTrainedModel:
     """Shared keys and per-layer inputs, which tiny models of other tests leave out."""
     return tiny_model(
-        "gemma4_text", num_hidden_layers=8, num_kv_shared_layers=2, layer_types=KINDS, sliding_window=4,
-        hidden_size_per_layer_input=8, vocab_size_per_layer_input=99, head_dim=8, global_head_dim=8,
+        "gemma4_text",
+        num_hidden_layers=8,
+        num_kv_shared_layers=2,
+        layer_types=KINDS,
+        sliding_window=4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=99,
+        head_dim=8,
+        global_head_dim=8,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,9 @@ def test_keys_and_values_are_the_points_of_who_makes_them(bridge: TransformerBri
     _, cache = bridge.run_with_cache(TOKENS)
     assert "blocks.6.attn.hook_k" not in bridge.hook_dict
     for letter in "kv":
-        assert torch.equal(cache[f"blocks.7.attn.hook_{letter}"], cache[f"blocks.5.attn.hook_{letter}"])
+        assert torch.equal(
+            cache[f"blocks.7.attn.hook_{letter}"], cache[f"blocks.5.attn.hook_{letter}"]
+        )
     double = [("blocks.7.attn.hook_v", lambda x, hook: x * 2)]
     layers = bridge.core.model.layers
 
@@ -79,9 +90,13 @@ def test_a_run_from_a_layer_on_is_given_the_tokens_and_all_keys(bridge: Transfor
         stream = bridge(TOKENS, stop_at_layer=layer)
         assert torch.equal(bridge(stream, start_at_layer=layer, input_ids=TOKENS), logits)
     assert torch.equal(bridge(bridge(TOKENS, stop_at_layer=8), start_at_layer=8), logits)
-    with pytest.raises(ValueError, match=r"the blocks of \w+ read the tokens, too .*input_ids=tokens"):
+    with pytest.raises(
+        ValueError, match=r"the blocks of \w+ read the tokens, too .*input_ids=tokens"
+    ):
         bridge(stream, start_at_layer=4)
-    with pytest.raises(ValueError, match="block 6 reads the keys and values of block 4, which does not run"):
+    with pytest.raises(
+        ValueError, match="block 6 reads the keys and values of block 4, which does not run"
+    ):
         bridge(stream, start_at_layer=5, input_ids=TOKENS)
     with pytest.raises(ValueError, match=r"input_ids are \[2, 11\], and the residual stream is of"):
         bridge(stream, start_at_layer=4, input_ids=TOKENS[:, 1:])
@@ -91,23 +106,32 @@ def test_a_run_from_a_layer_on_is_given_the_tokens_and_all_keys(bridge: Transfor
 def test_patches_are_those_of_whole_runs(bridge: TransformerBridge) -> None:
     _, clean = bridge.run_with_cache(TOKENS)
     corrupted = TOKENS.flip(1)
-    found = get_act_patch_resid_pre(bridge, corrupted, clean, lambda logits: logits[:, -1, 5].mean())
+    found = get_act_patch_resid_pre(
+        bridge, corrupted, clean, lambda logits: logits[:, -1, 5].mean()
+    )
 
     def patch(x: Tensor, hook: object) -> Tensor:
         x[:, 3] = clean["blocks.6.hook_resid_pre"][:, 3]
         return x
 
-    expected = bridge.run_with_hooks(corrupted, fwd_hooks=[("blocks.6.hook_resid_pre", patch)])[:, -1, 5].mean()
+    expected = bridge.run_with_hooks(corrupted, fwd_hooks=[("blocks.6.hook_resid_pre", patch)])[
+        :, -1, 5
+    ].mean()
     torch.testing.assert_close(found[6, 3], expected)
 
 
 @pytest.mark.parametrize(
     ("change", "claim"),
-    [("makes its own keys", "what the declaration names is there"), ("keys of the block before", SCORES)],
+    [
+        ("makes its own keys", "what the declaration names is there"),
+        ("keys of the block before", SCORES),
+    ],
 )
 def test_keys_of_another_block_than_its_source_are_refused(change: str, claim: str) -> None:
     model = as_released()
-    wrong = next(each for each in mutations(model) if each.name == f"blocks: layer 6: Attention: {change}")
+    wrong = next(
+        each for each in mutations(model) if each.name == f"blocks: layer 6: Attention: {change}"
+    )
     report = tried(model, wrong)
     assert not isinstance(report, Exception)
     assert claim in {check.name for check in report.failed}, str(report)

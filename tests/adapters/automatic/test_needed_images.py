@@ -1,4 +1,6 @@
-"""Models that do not run on text alone: their language part is found, and proved, with images that are made up."""
+"""Models that do not run on text alone: their language part is found, and proved, with images that
+are made up.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def is_whole(model_type: str) -> None:
-    """Offered in full and proved; runs are the model's own, and an edit is that by a plain torch hook."""
+    """Offered in full and proved; runs are the model's own, and an edit is that by a plain torch
+    hook.
+    """
     model: Any = tiny_model(model_type, "image_text")
     bridge, arguments = TransformerBridge(model), sample_inputs(model)
     given, more = split(model, arguments)
@@ -50,7 +54,9 @@ def is_whole(model_type: str) -> None:
     with torch.no_grad():
         own = model(**arguments).logits
         assert torch.equal(bridge(given, **more), own)
-        _, cache = bridge.run_with_cache(given, names_filter=lambda name: name.endswith("hook_pattern"), **more)
+        _, cache = bridge.run_with_cache(
+            given, names_filter=lambda name: name.endswith("hook_pattern"), **more
+        )
         edited = bridge.run_with_hooks(given, fwd_hooks=[(name, lambda x, hook: x * 0.5)], **more)
         handle = model.get_submodule(path).register_forward_hook(halved)
         try:
@@ -77,11 +83,13 @@ def test_what_a_model_needs_is_asked_for_by_name() -> None:
     bridge = TransformerBridge(tiny_model("instructblip", "image_text"))
     tokens = torch.full((1, 4), 7)
     with pytest.raises(
-        ValueError, match=r"InstructBlipForConditionalGeneration needs pixel_values in addition to its tokens"
+        ValueError,
+        match=r"InstructBlipForConditionalGeneration needs pixel_values in addition to its tokens",
     ):
         bridge(tokens)
     with pytest.raises(
-        ValueError, match=r"needs qformer_input_ids in addition to its tokens: bridge\(tokens, qformer_input_"
+        ValueError,
+        match=r"needs qformer_input_ids in addition to its tokens: bridge\(tokens, qformer_input_",
     ):
         bridge(tokens, pixel_values=torch.zeros(1, 3, 28, 28))
 
@@ -95,7 +103,9 @@ def test_generation_from_an_image_is_the_models_own() -> None:
     with bridge.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: x.flip(-1) * 2)]):
         edited = bridge.generate(given["input_ids"], **options, verbose=False)
     assert not torch.equal(edited, own)
-    with pytest.raises(ValueError, match="return_cache cannot be had of Blip2ForConditionalGeneration"):
+    with pytest.raises(
+        ValueError, match="return_cache is not available for Blip2ForConditionalGeneration"
+    ):
         bridge.generate(given["input_ids"], **options, verbose=False, return_cache=True)
 
 
@@ -105,7 +115,9 @@ def test_positions_are_those_of_the_text() -> None:
     given = sample_inputs(model)
     first = model.get_submodule("language_model.model.decoder.layers.0")
     _, cache = TransformerBridge(model).run_with_cache(
-        given["input_ids"], names_filter="blocks.0.hook_resid_pre", pixel_values=given["pixel_values"]
+        given["input_ids"],
+        names_filter="blocks.0.hook_resid_pre",
+        pixel_values=given["pixel_values"],
     )
     places = text_places(model, given, first, cache["blocks.0.hook_resid_pre"])
     assert places is not None and torch.equal(places, given["input_ids"] != 5)
@@ -134,14 +146,19 @@ class ByName(nn.Module):
         self.embed, self.block = nn.Embedding(9, 4), ByName.Block()
 
     def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
-        stream = torch.cat([self.embed(input_ids[:, :1]), pixel_values, self.embed(input_ids[:, 1:])], 1)
+        stream = torch.cat(
+            [self.embed(input_ids[:, :1]), pixel_values, self.embed(input_ids[:, 1:])], 1
+        )
         made: Tensor = self.block(mask=torch.ones(stream.shape[:2]), x=stream)
         return made
 
 
 @torch.no_grad()
 def test_where_images_are_in_a_stream_that_is_given_by_name() -> None:
-    model, given = ByName(), {"input_ids": torch.tensor([[1, 2, 3]]), "pixel_values": torch.randn(1, 2, 4)}
+    model, given = (
+        ByName(),
+        {"input_ids": torch.tensor([[1, 2, 3]]), "pixel_values": torch.randn(1, 2, 4)},
+    )
     places = text_places(model, given, model.block, model(**given))
     assert places is not None and places.tolist() == [[True, False, False, True, True]]
 

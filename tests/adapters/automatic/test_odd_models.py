@@ -1,4 +1,6 @@
-"""What inference and proofs leave as it was, and what they make of modules that do not take what they try."""
+"""What inference and proofs leave as it was, and what they make of modules that do not take what
+they try.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from adapters import UnsupportedModelError, verify
 from adapters.architecture import Architecture
 from adapters.automatic.automatic import infer, source_of
-from adapters.automatic.ends import readout_between
 from adapters.feed_forward import MLP
 from adapters.inputs import sample_inputs, split
 from bridge import TransformerBridge
@@ -24,8 +25,12 @@ def inferred(model: nn.Module) -> TransformerBridge:
     return TransformerBridge(model, automatic="always")
 
 
-@pytest.mark.parametrize("look", [inferred, lambda model: verify(TransformerBridge(model))], ids=["infer", "verify"])
-def test_every_module_is_left_in_the_mode_that_it_was_in(look: Callable[[nn.Module], object]) -> None:
+@pytest.mark.parametrize(
+    "look", [inferred, lambda model: verify(TransformerBridge(model))], ids=["infer", "verify"]
+)
+def test_every_module_is_left_in_the_mode_that_it_was_in(
+    look: Callable[[nn.Module], object],
+) -> None:
     model = tiny("llama").train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]
@@ -53,7 +58,9 @@ def test_a_module_that_takes_no_rows_alone() -> None:
 
 
 class Raises(nn.Module):
-    """Raises for texts of fewer than eight tokens, or for numbers larger than all that it was given first."""
+    """Raises for texts of fewer than eight tokens, or for numbers larger than all that it was given
+    first.
+    """
 
     def __init__(self, error: Exception, of: str) -> None:
         super().__init__()
@@ -74,13 +81,19 @@ def raising(error: Exception, of: str) -> nn.Module:
 
 
 def test_a_model_that_takes_no_short_texts() -> None:
-    assert not inferred(raising(ValueError("eight tokens at least"), "short texts")).offered().not_offered
+    assert (
+        not inferred(raising(ValueError("eight tokens at least"), "short texts"))
+        .offered()
+        .not_offered
+    )
 
 
 def test_an_error_without_words_is_a_reason() -> None:
     bridge = inferred(raising(NotImplementedError(), "large numbers"))
     reasons = bridge.offered().not_offered
-    assert reasons["activations can be replaced by random numbers"].endswith(": NotImplementedError")
+    assert reasons["activations can be replaced by random numbers"].endswith(
+        ": NotImplementedError"
+    )
     assert all("NotImplementedError" in why for why in reasons.values())
 
 
@@ -122,11 +135,19 @@ def with_shared_activation() -> nn.Module:
 
 
 def test_a_module_of_several_layers() -> None:
-    """A norm of two layers is at one place: the other layer is not offered. An activation function has no place."""
+    """A norm of two layers is at one place: the other layer is not offered. An activation function
+    has no place.
+    """
     bridge = inferred(with_shared_norm())
     reasons = bridge.offered().not_offered
-    assert reasons["blocks.0.hook_resid_mid"] == "model.layers.1.input_layernorm is not inside model.layers.0"
-    assert "blocks.0.hook_resid_pre" in bridge.hook_dict and "blocks.0.hook_attn_out" not in bridge.hook_dict
+    assert (
+        reasons["blocks.0.hook_resid_mid"]
+        == "model.layers.1.input_layernorm is not inside model.layers.0"
+    )
+    assert (
+        "blocks.0.hook_resid_pre" in bridge.hook_dict
+        and "blocks.0.hook_attn_out" not in bridge.hook_dict
+    )
     assert "blocks.1.ln1.hook_scale" in reasons and "blocks.2.ln1.hook_scale" in bridge.hook_dict
     bridge = inferred(with_shared_activation())
     assert not bridge.offered().not_offered and verify(bridge).passed
@@ -148,7 +169,9 @@ class Exchanges(nn.Module):
 def test_a_model_that_exchanges_modules_in_every_run_is_refused() -> None:
     model = tiny("llama")
     model.model.layers[0].mlp.act_fn = Exchanges()
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM exchanges modules for others in every run"):
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaForCausalLM exchanges modules for others in every run"
+    ):
         inferred(model)
 
 
@@ -161,7 +184,9 @@ def test_a_model_in_float64_is_found_as_it_is_in_float32(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("act_fn", ["gelu_pytorch_tanh", "gelu", "quick_gelu"])
-def test_the_activation_function_of_experts_is_the_one_that_the_configuration_names(act_fn: str) -> None:
+def test_the_activation_function_of_experts_is_the_one_that_the_configuration_names(
+    act_fn: str,
+) -> None:
     """Of numbers so small that several are alike."""
     model = tiny_model("mixtral", hidden_act=act_fn)
     with torch.no_grad():
@@ -181,25 +206,15 @@ def test_a_soft_cap_of_logits_that_are_far_below_it() -> None:
     assert bridge.cfg.output_logits_soft_cap == 30 and verify(bridge).passed
 
 
-def test_a_soft_cap_behind_a_factor() -> None:
-    """``30 * tanh(0.5 * x / 30)``, and a straight line."""
-    x = torch.randn(3, 11, 99, generator=torch.Generator().manual_seed(0)) * 20
-    assert readout_between(x, 30 * (0.5 * x / 30).tanh()) == (0.5, None, 30.0)
-    assert readout_between(x, 0.5 * x) == (0.5, None, None)
-    assert readout_between(x, x.sinh()) is None
-    bias = torch.randn(99, generator=torch.Generator().manual_seed(1))
-    factor, found, cap = readout_between(x, 0.25 * x + bias) or (None, None, None)
-    assert (factor, cap) == (0.25, None) and found is not None
-    torch.testing.assert_close(found.float(), bias, atol=1e-4, rtol=1e-4)
-
-
 def test_a_factor_of_the_embedding_that_is_not_written_in_five_digits() -> None:
     """The square root of 32 in bfloat16."""
     assert inferred(tiny_model("recurrent_gemma")).architecture.embedding.factor == 5.65625
 
 
 def test_parts_that_write_far_less_than_the_stream_holds() -> None:
-    """What attention writes is near what rounding leaves of the stream: its block is no parallel one for that."""
+    """What attention writes is near what rounding leaves of the stream: its block is no parallel
+    one for that.
+    """
     bridge = inferred(untrained("modernbert-decoder"))
     assert not bridge.offered().not_offered and not bridge.cfg.parallel_attn_mlp
     assert "blocks.1.hook_resid_mid" in bridge.hook_dict and verify(bridge).passed
@@ -216,12 +231,16 @@ def test_a_mixer_behind_an_attention_is_what_adds_to_the_stream():
     _, cache = bridge.run_with_cache(torch.tensor([[3, 4, 5, 6]]))
     handle.remove()
     assert torch.equal(cache["blocks.1.hook_mixer_out"], made["x"])
-    torch.testing.assert_close(cache["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"] + made["x"])
+    torch.testing.assert_close(
+        cache["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"] + made["x"]
+    )
 
 
 @torch.no_grad()
 def test_a_norm_that_is_multiplied_by_what_is_not_of_the_stream() -> None:
-    """Voxtral Realtime's MLPs read a norm times a function of the delay: the stream and the MLP are offered."""
+    """Voxtral Realtime's MLPs read a norm times a function of the delay: the stream and the MLP are
+    offered.
+    """
     model = tiny_model("voxtral_realtime", "speech")
     bridge = TransformerBridge(model)
     reasons = bridge.offered().not_offered
@@ -256,11 +275,16 @@ def test_a_norm_that_is_multiplied_by_what_is_not_of_the_stream() -> None:
 
 def test_a_sink_that_a_layer_makes_for_each_query_is_named() -> None:
     reasons = TransformerBridge(tiny_model("inkling2_text")).offered().not_offered
-    assert "a sink that model.layers.0.self_attn.sink_proj makes for each query" in reasons["blocks.0.attn"]
+    assert (
+        "a sink that model.layers.0.self_attn.sink_proj makes for each query"
+        in reasons["blocks.0.attn"]
+    )
 
 
 class Learned(nn.Module):
-    """An MLP with a factor that is learned: of its result, or of its neurons before their activation function."""
+    """An MLP with a factor that is learned: of its result, or of its neurons before their
+    activation function.
+    """
 
     def __init__(self, place: str, alpha: float) -> None:
         super().__init__()
@@ -288,7 +312,10 @@ class Stacked(nn.Module):
     def __init__(self, place: str, alpha: float) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(60, 16), nn.Linear(16, 60, bias=False)
-        self.blocks, self.norm = nn.ModuleList(WithLearned(place, alpha) for _ in range(2)), nn.LayerNorm(16)
+        self.blocks, self.norm = (
+            nn.ModuleList(WithLearned(place, alpha) for _ in range(2)),
+            nn.LayerNorm(16),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -301,11 +328,15 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("place", ["result", "exponential", "block", "neurons"])
 @torch.no_grad()
 def test_a_factor_that_is_learned_is_no_constant(place: str, alpha: float) -> None:
-    """What adds up when the model is wrapped adds up when it was trained; also where training begins with no factor."""
+    """What adds up when the model is wrapped adds up when it was trained; also where training
+    begins with no factor.
+    """
     torch.manual_seed(0)
     model = Stacked(place, alpha - (place == "exponential" and alpha == 1)).eval()
     bridge = TransformerBridge(model, cache_declaration=False)
-    assert isinstance(bridge.architecture.stack.block.steps[0].part, MLP) == (place != "exponential")
+    assert isinstance(bridge.architecture.stack.block.steps[0].part, MLP) == (
+        place != "exponential"
+    )
     assert ("cfg.act_fn" in bridge.offered().not_offered) == (place == "neurons")
     for block in model.blocks:
         block.mlp.alpha.fill_(-1.6)
@@ -315,7 +346,9 @@ def test_a_factor_that_is_learned_is_no_constant(place: str, alpha: float) -> No
 
 
 class OfHeads(nn.Module):
-    """A mean of what came before, whose heads are normalised in rows, in an order of (prompt, position, head)."""
+    """A mean of what came before, whose heads are normalised in rows, in an order of (prompt,
+    position, head).
+    """
 
     def __init__(self, order: tuple[int, int, int]) -> None:
         super().__init__()
@@ -331,16 +364,22 @@ class OfHeads(nn.Module):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 0, 1)])
-def test_rows_of_heads_are_shown_by_prompt_and_position_where_they_lie_so(order: tuple[int, int, int]) -> None:
+def test_rows_of_heads_are_shown_by_prompt_and_position_where_they_lie_so(
+    order: tuple[int, int, int],
+) -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:
         layer.self_attn = OfHeads(order)
     bridge, name = inferred(model), "blocks.1.mixer.hook_inner_norm"
     in_turn = order == (0, 1, 2)
-    assert bridge.hook_dict[name].point.axes == ("batch pos norm_2 d_norm" if in_turn else "row d_norm")
+    assert bridge.hook_dict[name].point.axes == (
+        "batch pos norm_2 d_norm" if in_turn else "row d_norm"
+    )
     assert verify(bridge).passed
     made = {}
-    handle = model.model.layers[1].self_attn.norm.register_forward_hook(lambda *call: made.update(x=call[2]))
+    handle = model.model.layers[1].self_attn.norm.register_forward_hook(
+        lambda *call: made.update(x=call[2])
+    )
     tokens = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 3]])
     logits, cache = bridge.run_with_cache(tokens)
     handle.remove()

@@ -1,4 +1,5 @@
-"""Types in the structure in which they are released, which tiny models of other tests leave out: sizes alone are small.
+"""Types in the structure in which they are released, which tiny models of other tests leave out:
+sizes alone are small.
 
 Shared keys and per-layer inputs (Gemma 4) are in `test_keys_of_another`.
 """
@@ -14,30 +15,51 @@ from benchmarks.models import how_much
 from bridge import TransformerBridge
 from tests.tiny_models import tiny_model
 
-_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-#: What a released configuration turns on: dense layers before mixtures, groups of experts, periods of layers of
-#: several kinds, a part of each head rotated.
+_HALF = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}
+#: What a released configuration turns on: dense layers before mixtures, groups of experts, periods
+#: of layers of several kinds, a part of each head rotated.
 RELEASED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
-        "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
     },
     "qwen3_next": {
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+        ],
     },
     "jamba": {
-        "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2,
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
     "falcon_h1": {
-        "mlp_multipliers": [0.88, 0.58], "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.16, 0.35, 0.5],
+        "mlp_multipliers": [0.88, 0.58],
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.16, 0.35, 0.5],
     },
     "granitemoehybrid": {
-        "num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
-    "phi": _HALF, "glm": _HALF, "nemotron": _HALF, "stablelm": _HALF,
-}  # fmt: skip
+    "phi": _HALF,
+    "glm": _HALF,
+    "nemotron": _HALF,
+    "stablelm": _HALF,
+}
 
 
 @pytest.mark.parametrize("model_type", RELEASED)

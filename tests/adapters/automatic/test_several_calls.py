@@ -1,4 +1,6 @@
-"""Modules that run several times in a pass: each call is a block, or a norm, with hook points of its own."""
+"""Modules that run several times in a pass: each call is a block, or a norm, with hook points of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def half(x: Tensor, hook: HookPoint) -> Tensor:
 
 @pytest.fixture(scope="module")
 def albert() -> TransformerBridge:
-    return TransformerBridge(tiny_model("albert", "masked", num_hidden_layers=4, num_hidden_groups=2))
+    return TransformerBridge(
+        tiny_model("albert", "masked", num_hidden_layers=4, num_hidden_groups=2)
+    )
 
 
 def query(bridge: TransformerBridge, group: int) -> nn.Module:
@@ -32,7 +36,9 @@ def query(bridge: TransformerBridge, group: int) -> nn.Module:
     )
 
 
-def with_torch(bridge: TransformerBridge, group: int, call: int) -> Float[Tensor, "batch pos vocab"]:
+def with_torch(
+    bridge: TransformerBridge, group: int, call: int
+) -> Float[Tensor, "batch pos vocab"]:
     """Half the queries of one call, by a plain torch hook that counts."""
     calls = [0]
 
@@ -56,7 +62,8 @@ def test_everything_is_offered_and_proved(albert: TransformerBridge) -> None:
 def test_a_cache_keeps_each_call(albert: TransformerBridge) -> None:
     seen: list[Tensor] = []
     handles = [
-        query(albert, group).register_forward_hook(lambda module, args, output: seen.append(output)) for group in (0, 1)
+        query(albert, group).register_forward_hook(lambda module, args, output: seen.append(output))
+        for group in (0, 1)
     ]
     with torch.no_grad():
         _, cache = albert.run_with_cache(TOKENS)
@@ -76,11 +83,16 @@ def test_a_hook_changes_one_call(albert: TransformerBridge, layer: int) -> None:
     albert.reset_hooks()
     assert torch.equal(scoped, expected)
     assert torch.equal(added, expected)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in albert.original_model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks for m in albert.original_model.modules()
+    )
 
 
 def test_inside_attention(albert: TransformerBridge) -> None:
-    nothing = [(f"blocks.2.attn.{hook}", lambda x, hook: torch.zeros_like(x)) for hook in ("hook_pattern", "hook_z")]
+    nothing = [
+        (f"blocks.2.attn.{hook}", lambda x, hook: torch.zeros_like(x))
+        for hook in ("hook_pattern", "hook_z")
+    ]
     with torch.no_grad():
         first, second = (albert.run_with_hooks(TOKENS, fwd_hooks=[each]) for each in nothing)
         assert not torch.allclose(first, albert(TOKENS))
@@ -117,7 +129,9 @@ def test_what_one_module_cannot_do_is_refused(albert: TransformerBridge) -> None
 
 
 def test_a_norm_that_runs_twice_in_a_block() -> None:
-    """X-MOD's block norms the stream behind the MLP, and again behind the adapter, with one module."""
+    """X-MOD's block norms the stream behind the MLP, and again behind the adapter, with one
+    module.
+    """
     bridge = TransformerBridge(tiny_model("xmod", "masked"))
     assert verify(bridge).passed
     norm = bridge.original_model.get_submodule("roberta.encoder.layer.1.output.LayerNorm")

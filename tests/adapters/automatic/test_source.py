@@ -24,10 +24,15 @@ def declared_by(source: str, model_type: str, tmp_path: Path) -> Architecture:
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
-        ("olmo2", "Olmo2"), ("deepseek_v3", "DeepseekV3"), ("falcon", "Falcon"), ("granite", "Granite"),
-        ("mamba2", "Mamba2"), ("roberta", "Roberta"), ("bamba", "Bamba"),
+        ("olmo2", "Olmo2"),
+        ("deepseek_v3", "DeepseekV3"),
+        ("falcon", "Falcon"),
+        ("granite", "Granite"),
+        ("mamba2", "Mamba2"),
+        ("roberta", "Roberta"),
+        ("bamba", "Bamba"),
     ],
-)  # fmt: skip
+)
 def test_the_source_declares_what_was_inferred(model_type: str, name: str, tmp_path: Path) -> None:
     found = infer(tiny_model(model_type)).architecture
     source = source_of(found, f"{name}PreTrainedModel", name)
@@ -35,9 +40,14 @@ def test_the_source_declares_what_was_inferred(model_type: str, name: str, tmp_p
     assert declared_by(source, model_type, tmp_path) == found
 
 
-def test_the_command_prints_it_with_its_verification(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it_with_its_verification(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_model("olmo").save_pretrained(tmp_path / "model")
     assert main(["declare", str(tmp_path / "model")]) == 0
     said = capsys.readouterr().out
-    assert '@register("OlmoPreTrainedModel")\ndef olmo(config: PreTrainedConfig) -> Architecture:' in said
+    assert (
+        '@register("OlmoPreTrainedModel")\ndef olmo(config: PreTrainedConfig) -> Architecture:'
+        in said
+    )
     assert "One was inferred from a run" in said and ": verified\n#   ok " in said

@@ -1,4 +1,6 @@
-"""Residual streams that are no plain sums: scaled, normed as they enter, several at once, in turn, positions first."""
+"""Residual streams that are no plain sums: scaled, normed as they enter, several at once, in turn,
+positions first.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,19 @@ from weight_processing.limits import no_processing
 TOKENS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 #: What is offered of each, and the claims that are not proved, by a word.
 OFFERED = {
-    "beam": ("full", ""), "deepseek_v4": ("parts", ""), "doge": ("full", ""),
-    "gpt_neox_japanese": ("full", ""), "hy_v4": ("parts", ""), "inkling_text": ("parts", ""),
-    "longcat_flash": ("parts", ""), "minimax": ("full", ""), "qwen4_exp_text": ("parts", ""),
-    "rwkv": ("full", ""), "xlnet": ("parts", ""), "zaya": ("parts", ""),
-}  # fmt: skip
+    "beam": ("full", ""),
+    "deepseek_v4": ("parts", ""),
+    "doge": ("full", ""),
+    "gpt_neox_japanese": ("full", ""),
+    "hy_v4": ("parts", ""),
+    "inkling_text": ("parts", ""),
+    "longcat_flash": ("parts", ""),
+    "minimax": ("full", ""),
+    "qwen4_exp_text": ("parts", ""),
+    "rwkv": ("full", ""),
+    "xlnet": ("parts", ""),
+    "zaya": ("parts", ""),
+}
 
 
 def of(model_type: str, **options: Any) -> tuple[PreTrainedModel, TransformerBridge]:
@@ -49,7 +59,9 @@ def test_the_stream_and_its_parts_are_offered_and_proved(model_type: str) -> Non
     with torch.no_grad():
         own = model(TOKENS, output_hidden_states=True).hidden_states
         _, cache = bridge.run_with_cache(TOKENS)
-    after = "resid_post" if model_type == "rwkv" else "resid_pre"  # whose first is what leaves the first block
+    after = (
+        "resid_post" if model_type == "rwkv" else "resid_pre"
+    )  # whose first is what leaves the first block
     for layer in range(bridge.cfg.n_layers):
         seen = cache[after, layer]
         torch.testing.assert_close(seen.reshape(own[layer].shape), own[layer])
@@ -57,18 +69,24 @@ def test_the_stream_and_its_parts_are_offered_and_proved(model_type: str) -> Non
 
 #: Claims of streams: the types in which they are made, and words of the changes that are tried.
 CHANGED = {
-    "beam": ("residual_transform",), "doge": ("residual_transform",),
-    "minimax": ("residual_transform", "norm before the first"), "zaya": ("residual_transform", "output_transform"),
+    "beam": ("residual_transform",),
+    "doge": ("residual_transform",),
+    "minimax": ("residual_transform", "norm before the first"),
+    "zaya": ("residual_transform", "output_transform"),
     "longcat_flash": ("reads what",),
-    "xlnet": ("stream_view",), "deepseek_v4": ("Mixer: streams not", "stream_view", "collapse"),
-    "hrm_text": ("block_inputs left", "parameters of the embedding"), "qwen4_exp_text": ("stream_view",),
-}  # fmt: skip
+    "xlnet": ("stream_view",),
+    "deepseek_v4": ("Mixer: streams not", "stream_view", "collapse"),
+    "hrm_text": ("block_inputs left", "parameters of the embedding"),
+    "qwen4_exp_text": ("stream_view",),
+}
 
 
 @pytest.mark.parametrize("model_type", CHANGED)
 def test_a_wrong_claim_is_refused(model_type: str) -> None:
     model = tiny_model(model_type)
-    chosen = [each for each in mutations(model) if any(word in each.name for word in CHANGED[model_type])]
+    chosen = [
+        each for each in mutations(model) if any(word in each.name for word in CHANGED[model_type])
+    ]
     assert len(chosen) >= len(CHANGED[model_type])
     for mutation in chosen:
         report = tried(model, mutation)
@@ -98,9 +116,15 @@ def test_a_sum_that_parameters_scale_and_shift() -> None:
     norm = "output.bottleneck.LayerNorm"
     assert step.residual_transform == (Affine(weight=f"{norm}.weight"),)
     assert step.output_transform == (Affine(weight=f"{norm}.weight"), Affine(plus=f"{norm}.bias"))
-    (change,) = [each for each in mutations(model) if each.name.endswith(f"without {Affine(plus=f'{norm}.bias')}")]
+    (change,) = [
+        each
+        for each in mutations(model)
+        if each.name.endswith(f"without {Affine(plus=f'{norm}.bias')}")
+    ]
     report = tried(model, change)
-    assert not isinstance(report, Exception) and any("= resid_post" in check.name for check in report.failed)
+    assert not isinstance(report, Exception) and any(
+        "= resid_post" in check.name for check in report.failed
+    )
 
 
 def half(x: Tensor, hook: Hook) -> Tensor:
@@ -138,7 +162,9 @@ def test_an_edit_of_one_of_several_streams() -> None:
     handle = model.model.layers[0].ffn_hc.register_forward_pre_hook(zero)
     expected = model(TOKENS).logits
     handle.remove()
-    found = bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.hook_resid_mid", without_the_second)])
+    found = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.0.hook_resid_mid", without_the_second)]
+    )
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, bridge(TOKENS))
 
@@ -164,9 +190,11 @@ def test_an_edit_where_positions_come_first() -> None:
 
 
 def test_lists_of_blocks_that_run_in_turn() -> None:
-    """HRM runs its low list twice or more for each run of its high one: each run of a block has hook points.
+    """HRM runs its low list twice or more for each run of its high one: each run of a block has
+    hook points.
 
-    Its first turns run without a graph: where gradients miss a part of what edits do, points are withdrawn.
+    Its first turns run without a graph: where gradients miss a part of what edits do, points are
+    withdrawn.
     """
     model, bridge = of("hrm_text")
     stack, reasons = bridge.architecture.stack, bridge.offered().not_offered
@@ -174,11 +202,15 @@ def test_lists_of_blocks_that_run_in_turn() -> None:
     assert any(SLOPES in why for why in reasons.values())
     runs = [i for i, member in enumerate(stack.members) if member.startswith("H_module.layers.0@")]
     calls: list[Tensor] = []
-    handle = model.model.H_module.layers[0].register_forward_hook(lambda module, args, output: calls.append(output))
+    handle = model.model.H_module.layers[0].register_forward_hook(
+        lambda module, args, output: calls.append(output)
+    )
     _, cache = bridge.run_with_cache(TOKENS)
     handle.remove()
     assert len(calls) == len(runs) > 1
-    offered = [i for i, run in enumerate(runs) if f"blocks.{run}.hook_resid_post" in bridge.hook_dict]
+    offered = [
+        i for i, run in enumerate(runs) if f"blocks.{run}.hook_resid_post" in bridge.hook_dict
+    ]
     assert offered
     for i in offered:
         assert torch.equal(cache[f"blocks.{runs[i]}.hook_resid_post"], calls[i])
@@ -191,7 +223,9 @@ def test_lists_of_blocks_that_run_in_turn() -> None:
     handle = model.model.H_module.layers[0].register_forward_hook(plain)
     expected = model(TOKENS).logits
     handle.remove()
-    found = bridge.run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.{runs[offered[0]]}.hook_resid_post", half)])
+    found = bridge.run_with_hooks(
+        TOKENS, fwd_hooks=[(f"blocks.{runs[offered[0]]}.hook_resid_post", half)]
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -202,7 +236,10 @@ def test_a_bias_that_the_block_adds_is_a_part_of_the_weights() -> None:
     assert not bridge.weights["blocks.0.attn.b_O"].any()
 
 
-NO_SUM = "its residual stream is multiplied, or normed as it enters a block, and so no sum of what was written to it"
+NO_SUM = (
+    "its residual stream is multiplied or normalised on entering a block, so it is not the sum of"
+    " what was written to it"
+)
 
 
 def test_studies_refuse_what_is_no_sum() -> None:
@@ -228,9 +265,15 @@ PART = MLP("mlp", Projection("up"), "down")
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Step(PART, parallel_to=0, residual_transform=times(2.0)), "the first of parallel steps says it"),
+        (
+            lambda: Step(PART, parallel_to=0, residual_transform=times(2.0)),
+            "the first of parallel steps says it",
+        ),
         (lambda: Block((Step(PART), Step(PART, parallel_to=1))), "none of the 1 before it"),
-        (lambda: Readout("lm_head", output_transform=Affine(weight="scale")), "multiplies with a parameter"),
+        (
+            lambda: Readout("lm_head", output_transform=Affine(weight="scale")),
+            "multiplies with a parameter",
+        ),
     ],
 )
 def test_declarations_that_say_nothing_are_refused(make: Any, why: str) -> None:
@@ -239,7 +282,9 @@ def test_declarations_that_say_nothing_are_refused(make: Any, why: str) -> None:
 
 
 def test_an_edit_behind_a_scale_of_zeros_is_refused() -> None:
-    """What is added there is nothing, whatever is made of it: there is no tensor that would become the edit."""
+    """What is added there is nothing, whatever is made of it: there is no tensor that would become
+    the edit.
+    """
     model, bridge = of("zaya")
     with torch.no_grad():
         model.model.layers[1].post_attention_residual_scale.hidden_states_scale[0] = 0

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from tests.adapters.by_hand.families import Sorter, new_gelu
 from tests.adapters.by_hand.transformer import Model, Run
 
-#: ``plain``; ``split``: queries, keys and values read inputs of their own, the MLP and each head's result stand alone;
-#: ``joint``: each head reads one input, and cross attention one of its own (HookedTransformer's ``use_attn_in``).
+#: ``plain``; ``split``: queries, keys and values read inputs of their own, the MLP and each head's
+#: result stand alone; ``joint``: each head reads one input, and cross attention one of its own
+#: (HookedTransformer's ``use_attn_in``).
 Mode = Literal["plain", "split", "joint"]
 
 
@@ -23,13 +24,20 @@ def t5_by_hand(hf: PreTrainedModel) -> Model:
     """The weights of a T5 model in float64."""
     config = hf.config
     heads = config.num_heads
-    sort = Sorter({name: value.double() for name, value in hf.state_dict().items()}, heads, heads, offset=False)
+    sort = Sorter(
+        {name: value.double() for name, value in hf.state_dict().items()},
+        heads,
+        heads,
+        offset=False,
+    )
     weights = sort.weights
     sort.linear["embed"] = weights["encoder.embed_tokens.weight"], 0.0
     for stack, n in (("encoder", config.num_layers), ("decoder", config.num_decoder_layers)):
         if f"{stack}.final_layer_norm.weight" not in weights:
             continue
-        parts = {"attn": "SelfAttention"} | ({"cross_attn": "EncDecAttention"} if stack == "decoder" else {})
+        parts = {"attn": "SelfAttention"} | (
+            {"cross_attn": "EncDecAttention"} if stack == "decoder" else {}
+        )
         for i in range(n):
             at, name = f"{stack}.block.{i}.layer", f"{stack}.{i}"
             for layer, (part, module) in enumerate(parts.items()):
@@ -52,11 +60,15 @@ def t5_by_hand(hf: PreTrainedModel) -> Model:
         sort.linear["unembed"] = weights["lm_head.weight"] * factor, 0.0
     act = new_gelu if config.is_gated_act else F.relu
     sizes = {"layers": config.num_layers, "heads": heads, "kv_heads": heads, "scale": 1.0}
-    return Model(sort.linear, sort.norm, act=act, eps=config.layer_norm_epsilon, centered=False, **sizes)
+    return Model(
+        sort.linear, sort.norm, act=act, eps=config.layer_norm_epsilon, centered=False, **sizes
+    )
 
 
 def bucket(distance: int, both_ways: bool, buckets: int, longest: int) -> int:
-    """Which row of the table of position biases is for a key that lies `distance` positions after the query."""
+    """Which row of the table of position biases is for a key that lies `distance` positions after
+    the query.
+    """
     first = 0
     if both_ways:
         buckets //= 2
@@ -72,20 +84,21 @@ def bucket(distance: int, both_ways: bool, buckets: int, longest: int) -> int:
 class EncoderDecoderRun(Run):
     """One run.
 
-    The decoder's self attention looks backwards only, and sorts distances into buckets for that. HookedTransformer's
-    looks both ways, which is not what T5 does; we follow T5.
+    The decoder's self attention looks backwards only, and sorts distances into buckets for that.
+    HookedTransformer's looks both ways, which is not what T5 does; we follow T5.
 
     Args:
         model: the model, from `t5_by_hand`.
         tokens: ``[batch, pos]`` for the encoder.
-        decoder_tokens: ``[batch, decoder_pos]``; None: the model has no decoder.
-        buckets, longest: how many position biases there are, and the distance from which on there is only one.
+        decoder_tokens: ``[batch, decoder_pos]``; None: the model has no decoder. buckets, longest:
+        how many position biases there are, and the distance from which on there is only one.
         mode: see `Mode`.
         edits: see `Run`.
 
     Attributes:
         seen: see `Run`.
-        logits: ``[batch, decoder_pos, d_vocab]``; without a decoder the encoder's output, ``[batch, pos, d_model]``.
+        logits: ``[batch, decoder_pos, d_vocab]``; without a decoder the encoder's output, ``[batch,
+            pos, d_model]``.
     """
 
     def __init__(
@@ -98,7 +111,12 @@ class EncoderDecoderRun(Run):
         mode: Mode = "plain",
         edits: dict[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
-        self.decoder_tokens, self.buckets, self.longest, self.mode = decoder_tokens, buckets, longest, mode
+        self.decoder_tokens, self.buckets, self.longest, self.mode = (
+            decoder_tokens,
+            buckets,
+            longest,
+            mode,
+        )
         super().__init__(model, tokens, mode == "split", edits)
 
     def run(self, tokens: Tensor) -> Tensor:
@@ -111,20 +129,28 @@ class EncoderDecoderRun(Run):
     def stack(self, stack: str, x: Tensor, read: Tensor | None) -> Tensor:
         decoder = read is not None
         size = x.shape[1]
-        rows = [[bucket(k - q, not decoder, self.buckets, self.longest) for k in range(size)] for q in range(size)]
+        rows = [
+            [bucket(k - q, not decoder, self.buckets, self.longest) for k in range(size)]
+            for q in range(size)
+        ]
         bias = self.model.linear[f"{stack}.positions"][0][torch.tensor(rows)].permute(2, 0, 1)
         if decoder:
             bias = bias.masked_fill(torch.ones(size, size).triu(1).bool(), -math.inf)
         for layer in range(self.layers(stack)):
             block = f"{stack}.{layer}"
             x = self.hook(f"{block}.hook_resid_pre", x)
-            x = x + self.hook(f"{block}.hook_attn_out", self.attend(f"{block}.attn", self.self_inputs(block, x), bias))
+            x = x + self.hook(
+                f"{block}.hook_attn_out",
+                self.attend(f"{block}.attn", self.self_inputs(block, x), bias),
+            )
             x = self.hook(f"{block}.hook_resid_mid", x)
             last = "ln2"
             if decoder:
                 queries = self.hook(f"{block}.hook_cross_attn_in", x) if self.mode == "joint" else x
                 inputs = {"q": self.normed(f"{block}.ln2", queries), "k": read, "v": read}
-                x = x + self.hook(f"{block}.hook_cross_attn_out", self.attend(f"{block}.cross_attn", inputs, None))
+                x = x + self.hook(
+                    f"{block}.hook_cross_attn_out", self.attend(f"{block}.cross_attn", inputs, None)
+                )
                 x = self.hook(f"{block}.hook_resid_mid_cross", x)
                 last = "ln3"
             if self.fine:
@@ -134,7 +160,9 @@ class EncoderDecoderRun(Run):
         return self.normed(f"{stack}_final_ln", x)
 
     def layers(self, stack: str) -> int:
-        return sum(name.startswith(stack) and name.endswith(".mlp.out") for name in self.model.linear)
+        return sum(
+            name.startswith(stack) and name.endswith(".mlp.out") for name in self.model.linear
+        )
 
     def self_inputs(self, block: str, x: Tensor) -> dict[str, Tensor]:
         """What queries, keys and values are made of; the norm runs once for each."""
@@ -142,7 +170,9 @@ class EncoderDecoderRun(Run):
         if self.mode == "split":
             inputs = {letter: self.hook(f"{block}.hook_{letter}_input", heads) for letter in "qkv"}
         else:
-            inputs = dict.fromkeys("qkv", self.hook(f"{block}.hook_attn_in", heads) if self.mode == "joint" else x)
+            inputs = dict.fromkeys(
+                "qkv", self.hook(f"{block}.hook_attn_in", heads) if self.mode == "joint" else x
+            )
         return {letter: self.normed(f"{block}.ln1", value) for letter, value in inputs.items()}
 
     def attend(self, name: str, inputs: dict[str, Tensor], bias: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Tiny Hugging Face models with random parameters, and their weights sorted into the parts of `transformer.Model`."""
+"""Tiny Hugging Face models with random parameters, and their weights sorted into the parts of
+`transformer.Model`.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,50 @@ from tests.adapters.by_hand.transformer import Model
 
 WORDS = 61
 SIZES = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPTJ = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 20, "rotary_dim": 4}
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 20,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPTJ = {
+    "vocab_size": WORDS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 20,
+    "rotary_dim": 4,
+}
 NEO = {
-    "vocab_size": WORDS, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 20,
-    "attention_types": [[["global", "local"], 1]], "window_size": 3,
-}  # fmt: skip
-OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 28}
-ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e5}, "sliding_attention": {"rope_theta": 100.0}}
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 20,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 3,
+}
+OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {
+    "ffn_dim": 28
+}
+ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+    "sliding_attention": {"rope_theta": 100.0},
+}
 LAYERS = ["sliding_attention", "full_attention"]
-WINDOWED = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3, "layer_types": LAYERS}
+WINDOWED = SIZES | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 3,
+    "layer_types": LAYERS,
+}
 GEMMA3 = WINDOWED | {
     "query_pre_attn_scalar": 5,
     "rope_parameters": {kind: {"rope_type": "default", **values} for kind, values in ROPE.items()},
-}  # fmt: skip
+}
 
 UP_DOWN = ("gate_up_proj", "down_proj")
 EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
@@ -40,26 +70,49 @@ EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate
 #: By name: the class of the model, and what its configuration says.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neo": ("GPTNeo", NEO),
-    "gpt_neo-wide-untied": ("GPTNeo", NEO | {"intermediate_size": 20, "tie_word_embeddings": False}),
+    "gpt_neo-wide-untied": (
+        "GPTNeo",
+        NEO | {"intermediate_size": 20, "tie_word_embeddings": False},
+    ),
     "gptj": ("GPTJ", GPTJ),
-    "gptj-tied-all-rotated": ("GPTJ", GPTJ | {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": 20}),
+    "gptj-tied-all-rotated": (
+        "GPTJ",
+        GPTJ | {"tie_word_embeddings": True, "rotary_dim": 8, "n_inner": 20},
+    ),
     "phi": ("Phi", SIZES),
     "phi-gqa-normed": ("Phi", SIZES | {"num_key_value_heads": 2, "qk_layernorm": True}),
     "phi-mqa-quarter-rotated": (
         "Phi",
         SIZES
         | {"num_key_value_heads": 1, "tie_word_embeddings": True}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}},
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.25,
+            }
+        },
     ),
     "gemma-mqa": ("Gemma", SIZES | {"num_key_value_heads": 1, "head_dim": 8}),
     "gemma-mha-bias-untied": (
         "Gemma",
-        SIZES | {"num_key_value_heads": 4, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": False},
+        SIZES
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "gemma2-mha-bias": (
         "Gemma2",
         SIZES
-        | {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "attn_logit_softcapping": None}
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+        }
         | {"final_logit_softcapping": 2.0, "sliding_window": 3, "query_pre_attn_scalar": 3},
     ),
     "gemma3-gqa": ("Gemma3", GEMMA3),
@@ -68,28 +121,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA3 | {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False},
     ),
     "mixtral-gqa": ("Mixtral", SIZES | {"num_key_value_heads": 2, "num_local_experts": 4}),
-    "mixtral-mha-window": ("Mixtral", SIZES | {"num_key_value_heads": 4, "num_local_experts": 3, "sliding_window": 3}),
+    "mixtral-mha-window": (
+        "Mixtral",
+        SIZES | {"num_key_value_heads": 4, "num_local_experts": 3, "sliding_window": 3},
+    ),
     "gpt_oss-gqa": (
         "GptOss",
         WINDOWED
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "swiglu_alpha": 1.3}
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,
+            "swiglu_alpha": 1.3,
+        }
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     ),
     "gpt_oss-mha-no-bias-tied": (
         "GptOss",
         WINDOWED
-        | {"num_key_value_heads": 4, "num_local_experts": 3, "num_experts_per_tok": 1, "attention_bias": False}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "tie_word_embeddings": True},
+        | {
+            "num_key_value_heads": 4,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+        }
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen2_moe-gqa": (
         "Qwen2Moe",
-        EXPERTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 20, "norm_topk_prob": True},
+        EXPERTS
+        | {
+            "num_key_value_heads": 2,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": True,
+        },
     ),
     "qwen2_moe-dense-window": (
         "Qwen2Moe",
         EXPERTS
         | {"num_key_value_heads": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}
-        | {"use_sliding_window": True, "sliding_window": 3, "qkv_bias": False, "tie_word_embeddings": True},
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen2_moe-equal-widths": (
         "Qwen2Moe",
@@ -97,20 +176,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 1, "decoder_sparse_step": 2, "intermediate_size": 32}
         | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     ),
-    "qwen3_moe-gqa": ("Qwen3Moe", EXPERTS | {"num_key_value_heads": 2, "head_dim": 6, "mlp_only_layers": [1]}),
+    "qwen3_moe-gqa": (
+        "Qwen3Moe",
+        EXPERTS | {"num_key_value_heads": 2, "head_dim": 6, "mlp_only_layers": [1]},
+    ),
     "phi3-gqa": (
         "Phi3",
         SIZES
         | {"num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 4}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.5}},
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 200.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
     ),
-    "qwen3-mha-bias": ("Qwen3", SIZES | {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True}),
-    "cwm-gqa": ("Cwm", WINDOWED | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "qwen3-mha-bias": (
+        "Qwen3",
+        SIZES | {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True},
+    ),
+    "cwm-gqa": (
+        "Cwm",
+        WINDOWED | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    ),
     "ministral-gqa": ("Ministral", WINDOWED),
     "seed_oss-gqa": ("SeedOss", SIZES | {"num_key_value_heads": 2, "head_dim": 6}),
-    "smollm3-gqa": ("SmolLM3", SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "no_rope_layers": [1, 1]}),
+    "smollm3-gqa": (
+        "SmolLM3",
+        SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "no_rope_layers": [1, 1]},
+    ),
     "helium-gqa": ("Helium", SIZES | {"num_key_value_heads": 2, "head_dim": 8}),
-    "ernie4_5-gqa": ("Ernie4_5", SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True}),
+    "ernie4_5-gqa": (
+        "Ernie4_5",
+        SIZES | {"num_key_value_heads": 2, "head_dim": 8, "use_bias": True},
+    ),
     "opt-no-bias": ("OPT", OPT | {"enable_bias": False, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }
 
@@ -121,7 +221,9 @@ def tiny(case: str) -> PreTrainedModel:
     config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     with torch.random.fork_rng():
         torch.manual_seed(len(case))
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config)(**fields))
+        model = getattr(transformers, f"{family}ForCausalLM")(
+            getattr(transformers, config)(**fields)
+        )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(0.0, 0.3)
@@ -134,10 +236,20 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
     """The same weights in float64, to be computed with by hand."""
     config, family = hf.config, CASES[case][0]
     weights = {name: value.double() for name, value in hf.state_dict().items()}
-    layout: dict[str, Callable[[Sorter], None]] = {"GPTNeo": gpt_neo, "GPTJ": gptj, "Phi": phi, "OPT": opt}
+    layout: dict[str, Callable[[Sorter], None]] = {
+        "GPTNeo": gpt_neo,
+        "GPTJ": gptj,
+        "Phi": phi,
+        "OPT": opt,
+    }
     heads = config.num_attention_heads
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    sort = Sorter(weights, heads, getattr(config, "num_key_value_heads", None) or heads, offset="Gemma" in family)
+    sort = Sorter(
+        weights,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        offset="Gemma" in family,
+    )
     layout.get(family, llama)(sort)
     sizes = {"heads": heads, "kv_heads": sort.kv_heads, "layers": 2, "eps": 1e-5, "centered": True}
     model = Model(sort.linear, sort.norm, act=new_gelu, scale=math.sqrt(d_head), **sizes)
@@ -156,7 +268,9 @@ def by_hand(case: str, hf: PreTrainedModel) -> Model:
         model.act = new_gelu if "Gemma" in family else F.silu
         if "Gemma" not in family and getattr(config, "sliding_window", None):
             kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 2
-            model.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+            model.windows = [
+                config.sliding_window if kind == "sliding_attention" else None for kind in kinds
+            ]
     if family in ("Gemma2", "Gemma3"):
         model.scale, model.windows = math.sqrt(config.query_pre_attn_scalar), [3, None]
         model.logit_cap = config.final_logit_softcapping or 0.0
@@ -180,7 +294,9 @@ def clamped(limit: float, alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
     def gated(gate: Tensor, modules_without_points: Tensor) -> Tensor:
         gate = torch.where(gate > limit, limit, gate)
         modules_without_points = torch.where(
-            modules_without_points.abs() > limit, modules_without_points.sign() * limit, modules_without_points
+            modules_without_points.abs() > limit,
+            modules_without_points.sign() * limit,
+            modules_without_points,
         )
         return gate / (1 + torch.exp(-alpha * gate)) * (1 + modules_without_points)
 
@@ -204,7 +320,10 @@ class Sorter:
 
     def add_norm(self, name: str, path: str) -> None:
         weight = self.weights[f"{path}.weight"]
-        self.norm[name] = weight + 1 if self.offset else weight, self.weights.get(f"{path}.bias", 0.0)
+        self.norm[name] = (
+            weight + 1 if self.offset else weight,
+            self.weights.get(f"{path}.bias", 0.0),
+        )
 
     def add_heads(self, name: str, weight: Tensor, bias: Tensor | float, heads: int) -> None:
         split = weight.unflatten(0, (heads, -1))
@@ -214,7 +333,12 @@ class Sorter:
         for letter in "qkv":
             heads = self.heads if letter == "q" else self.kv_heads
             at = f"{path}.{letter}_proj"
-            self.add_heads(f"{name}.{letter}", self.weights[f"{at}.weight"], self.weights.get(f"{at}.bias", 0.0), heads)
+            self.add_heads(
+                f"{name}.{letter}",
+                self.weights[f"{at}.weight"],
+                self.weights.get(f"{at}.bias", 0.0),
+                heads,
+            )
         weight = self.weights[f"{path}.{o}.weight"].unflatten(1, (self.heads, -1))
         self.linear[f"{name}.o"] = weight, self.weights.get(f"{path}.{o}.bias", 0.0)
 
@@ -253,7 +377,9 @@ def phi(sort: Sorter) -> None:
         sort.add_attention(f"blocks.{i}.attn", f"{at}.self_attn", "dense")
         for letter in "qk":
             if f"{at}.self_attn.{letter}_layernorm.weight" in sort.weights:
-                sort.add_norm(f"blocks.{i}.attn.{letter}_norm", f"{at}.self_attn.{letter}_layernorm")
+                sort.add_norm(
+                    f"blocks.{i}.attn.{letter}_norm", f"{at}.self_attn.{letter}_layernorm"
+                )
         for ours, theirs in (("in", "fc1"), ("out", "fc2")):
             sort.add_linear(f"blocks.{i}.mlp.{ours}", f"{at}.mlp.{theirs}")
     sort.add_norm("ln_final", "model.final_layernorm")
@@ -284,8 +410,13 @@ def llama(sort: Sorter) -> None:
         fused = weights.pop(f"{at}.self_attn.qkv_proj.weight", None)
         if fused is not None:
             d_head = len(fused) // (sort.heads + 2 * sort.kv_heads)
-            parts = fused.split([sort.heads * d_head, sort.kv_heads * d_head, sort.kv_heads * d_head])
-            weights |= {f"{at}.self_attn.{x}_proj.weight": part for x, part in zip("qkv", parts, strict=True)}
+            parts = fused.split(
+                [sort.heads * d_head, sort.kv_heads * d_head, sort.kv_heads * d_head]
+            )
+            weights |= {
+                f"{at}.self_attn.{x}_proj.weight": part
+                for x, part in zip("qkv", parts, strict=True)
+            }
             gate, up = weights[f"{at}.mlp.gate_up_proj.weight"].chunk(2)
             weights |= {f"{at}.mlp.gate_proj.weight": gate, f"{at}.mlp.up_proj.weight": up}
         sort.add_attention(f"{block}.attn", f"{at}.self_attn", "o_proj")
@@ -315,7 +446,9 @@ def experts(sort: Sorter, name: str, path: str) -> None:
     for expert, both in enumerate(sort.weights[f"{path}.experts.gate_up_proj"]):
         gate, up = both.chunk(2)
         parts = {"gate": gate, "in": up, "out": down[expert]}
-        sort.linear |= {f"{name}.experts.{expert}.{part}": (weight, 0.0) for part, weight in parts.items()}
+        sort.linear |= {
+            f"{name}.experts.{expert}.{part}": (weight, 0.0) for part, weight in parts.items()
+        }
     if f"{path}.shared_expert_gate.weight" in sort.weights:
         sort.add_linear(f"{name}.shared_expert_gate", f"{path}.shared_expert_gate")
         for ours, theirs in (("gate", "gate_proj"), ("in", "up_proj"), ("out", "down_proj")):
@@ -325,7 +458,10 @@ def experts(sort: Sorter, name: str, path: str) -> None:
 def gpt_oss_experts(sort: Sorter, name: str, path: str) -> None:
     """Gate and up in turn, inputs before outputs, with biases."""
     sort.add_linear(f"{name}.router", f"{path}.router")
-    up, down = ((sort.weights[f"{path}.experts.{at}"], sort.weights[f"{path}.experts.{at}_bias"]) for at in UP_DOWN)
+    up, down = (
+        (sort.weights[f"{path}.experts.{at}"], sort.weights[f"{path}.experts.{at}_bias"])
+        for at in UP_DOWN
+    )
     for expert in range(len(up[0])):
         at = f"{name}.experts.{expert}"
         for start, part in enumerate(("gate", "in")):

@@ -1,4 +1,6 @@
-"""BERT's pooler and next-sentence head against a computation by hand; runs that start or stop at a layer."""
+"""BERT's pooler and next-sentence head against a computation by hand; runs that start or stop at a
+layer.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ from torch import Tensor
 from bridge import TransformerBridge, UnknownHookError
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
     "max_position_embeddings": 20,
-}  # fmt: skip
+}
 TOKENS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(2))
 POOLED, NSP = "pooler.hook_pooler_out", "nsp_head.hook_nsp_out"
 
@@ -34,9 +40,13 @@ def tiny(cls: str) -> TransformerBridge:
     return TransformerBridge(model.eval())
 
 
-def heads_by_hand(cls: str, final: Tensor, edits: dict[str, Callable[[Tensor], Tensor]]) -> dict[str, Tensor]:
+def heads_by_hand(
+    cls: str, final: Tensor, edits: dict[str, Callable[[Tensor], Tensor]]
+) -> dict[str, Tensor]:
     """Both heads from the last block's output, ``[batch, pos, d_model]``, in float64."""
-    weights = {name: value.double() for name, value in tiny(cls).original_model.state_dict().items()}
+    weights = {
+        name: value.double() for name, value in tiny(cls).original_model.state_dict().items()
+    }
 
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.einsum("bi,oi->bo", x, weights[f"{name}.weight"]) + weights[f"{name}.bias"]
@@ -49,7 +59,11 @@ def heads_by_hand(cls: str, final: Tensor, edits: dict[str, Callable[[Tensor], T
 
 
 def next_sentence(output: Any) -> Tensor:
-    return output.seq_relationship_logits if hasattr(output, "seq_relationship_logits") else output.logits
+    return (
+        output.seq_relationship_logits
+        if hasattr(output, "seq_relationship_logits")
+        else output.logits
+    )
 
 
 def run(bridge: TransformerBridge, hooks: list[Any]) -> Tensor:
@@ -112,12 +126,16 @@ def test_each_class_has_the_hook_points_of_its_heads(cls: str, there: set[str]) 
 @pytest.mark.parametrize("layer", range(4))
 def test_runs_can_start_and_stop_at_a_layer(cls: str, layer: int) -> None:
     bridge = tiny(cls)
-    names = [f"blocks.{i}.hook_resid_pre" for i in range(3)] + ["blocks.2.hook_normalized_resid_post"]
+    names = [f"blocks.{i}.hook_resid_pre" for i in range(3)] + [
+        "blocks.2.hook_normalized_resid_post"
+    ]
     with torch.no_grad():
         full, cache = bridge.run_with_cache(TOKENS, names_filter=names)
         residual = bridge(TOKENS, stop_at_layer=layer)
         torch.testing.assert_close(residual, cache[names[layer]], atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(bridge(residual, start_at_layer=layer), full, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            bridge(residual, start_at_layer=layer), full, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_token_types_reach_the_next_sentence_head() -> None:

@@ -1,4 +1,6 @@
-"""What HookedTransformer computes, written out by hand: the other side of the comparisons in this folder."""
+"""What HookedTransformer computes, written out by hand: the other side of the comparisons in this
+folder.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Model:
         norm: weights and biases of norms.
         heads, kv_heads: of queries, and of keys and values.
         act: the activation function.
-        gated: what an expert makes of its gate and of what stands beside it; None: ``act(gate) * pre``.
+        gated: what an expert makes of its gate and of what stands beside it; None: ``act(gate) *
+            pre``.
         eps: of all norms.
         centered: the norms are layer norms.
         scale: what scores are divided by.
@@ -68,8 +71,8 @@ class Run:
         edits: by name, what an activation becomes wherever it is computed.
 
     Attributes:
-        seen: each activation, by name, as often as it was computed (the norm before attention: for queries, keys and
-            values in turn).
+        seen: each activation, by name, as often as it was computed (the norm before attention: for
+            queries, keys and values in turn).
         logits: ``[batch, pos, d_vocab]``.
     """
 
@@ -103,19 +106,32 @@ class Run:
         centered = self.model.centered if centered is None else centered
         if centered:
             x = x - x.mean(-1, keepdim=True)
-        x = x / self.hook(f"{name}.hook_scale", (x.square().mean(-1, keepdim=True) + self.model.eps).sqrt())
+        x = x / self.hook(
+            f"{name}.hook_scale", (x.square().mean(-1, keepdim=True) + self.model.eps).sqrt()
+        )
         if centered:
             return self.hook(f"{name}.hook_normalized", x * weight + bias)
         return self.hook(f"{name}.hook_normalized", x) * weight
 
     def rotated(self, x: Tensor, layer: int) -> Tensor:
-        """``[batch, pos, head, d_head]``: pairs of dimensions are complex numbers that turn with the position."""
+        """``[batch, pos, head, d_head]``: pairs of dimensions are complex numbers that turn with
+        the position.
+        """
         assert self.model.rotary is not None
         dim, bases = self.model.rotary
         turned, rest = x[..., :dim], x[..., dim:]
-        pairs = turned.unflatten(-1, (dim // 2, 2)) if self.model.adjacent else turned.unflatten(-1, (2, -1)).mT
-        angle = torch.outer(torch.arange(x.shape[1]), bases[layer] ** (-torch.arange(0, dim, 2) / dim)).to(x.dtype)
-        number = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        pairs = (
+            turned.unflatten(-1, (dim // 2, 2))
+            if self.model.adjacent
+            else turned.unflatten(-1, (2, -1)).mT
+        )
+        angle = torch.outer(
+            torch.arange(x.shape[1]), bases[layer] ** (-torch.arange(0, dim, 2) / dim)
+        ).to(x.dtype)
+        number = (
+            torch.view_as_complex(pairs.contiguous())
+            * torch.polar(torch.ones_like(angle), angle)[:, None]
+        )
         pairs = torch.view_as_real(number)
         return torch.cat([(pairs if self.model.adjacent else pairs.mT).flatten(-2), rest], dim=-1)
 
@@ -125,14 +141,18 @@ class Run:
         for letter in "qkv":
             heads = model.heads if letter == "q" else model.kv_heads
             if self.fine:
-                inputs[letter] = self.hook(f"{block}.hook_{letter}_input", x.unsqueeze(2).expand(-1, -1, heads, -1))
+                inputs[letter] = self.hook(
+                    f"{block}.hook_{letter}_input", x.unsqueeze(2).expand(-1, -1, heads, -1)
+                )
             else:
                 inputs[letter] = x
         inputs = {letter: self.normed(f"{block}.ln1", value) for letter, value in inputs.items()}
         for letter, value in inputs.items():
             weight, bias = model.linear[f"{block}.attn.{letter}"]
             pattern = "bphm,hdm->bphd" if self.fine else "bpm,hdm->bphd"
-            made[letter] = self.hook(f"{block}.attn.hook_{letter}", torch.einsum(pattern, value, weight) + bias)
+            made[letter] = self.hook(
+                f"{block}.attn.hook_{letter}", torch.einsum(pattern, value, weight) + bias
+            )
         q, k, v = made.values()
         if f"{block}.attn.q_norm" in model.norm:
             q, k = self.normed(f"{block}.attn.q_norm", q), self.normed(f"{block}.attn.k_norm", k)
@@ -143,7 +163,9 @@ class Run:
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(groups, 2)) / model.scale
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         forbidden = (distance < 0) | (distance >= (model.windows[layer] or math.inf))
-        scores = self.hook(f"{block}.attn.hook_attn_scores", scores.masked_fill(forbidden, -math.inf))
+        scores = self.hook(
+            f"{block}.attn.hook_attn_scores", scores.masked_fill(forbidden, -math.inf)
+        )
         if model.sinks:
             sinks = model.sinks[layer].view(-1, 1, 1).expand(*scores.shape[:-1], 1)
             pattern = torch.cat([sinks, scores], dim=-1).softmax(-1)[..., 1:]
@@ -163,21 +185,33 @@ class Run:
     def mlp(self, x: Tensor, block: str) -> Tensor:
         x = self.normed(f"{block}.ln2", self.hook(f"{block}.hook_mlp_in", x) if self.fine else x)
         name = f"{block}.mlp"
-        out = self.mixture(x, name) if f"{name}.router" in self.model.linear else self.feed_forward(x, name)
-        out = self.normed(f"{block}.ln2_post", out) if f"{block}.ln2_post" in self.model.norm else out
+        out = (
+            self.mixture(x, name)
+            if f"{name}.router" in self.model.linear
+            else self.feed_forward(x, name)
+        )
+        out = (
+            self.normed(f"{block}.ln2_post", out) if f"{block}.ln2_post" in self.model.norm else out
+        )
         return self.hook(f"{block}.hook_mlp_out", out)
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
         if f"{name}.gate" in self.model.linear:
             pre = self.hook(f"{name}.hook_pre", self.apply(f"{name}.gate", x))
-            post = self.model.act(pre) * self.hook(f"{name}.hook_pre_linear", self.apply(f"{name}.in", x))
+            post = self.model.act(pre) * self.hook(
+                f"{name}.hook_pre_linear", self.apply(f"{name}.in", x)
+            )
         else:
             post = self.model.act(self.hook(f"{name}.hook_pre", self.apply(f"{name}.in", x)))
         return self.apply(f"{name}.out", self.hook(f"{name}.hook_post", post))
 
     def mixture(self, x: Tensor, name: str) -> Tensor:
         logits = self.hook(f"{name}.hook_router_logits", self.apply(f"{name}.router", x))
-        everyone = logits if self.model.by_logits else self.hook(f"{name}.hook_expert_weights", logits.softmax(-1))
+        everyone = (
+            logits
+            if self.model.by_logits
+            else self.hook(f"{name}.hook_expert_weights", logits.softmax(-1))
+        )
         best, chosen = everyone.topk(self.model.experts, dim=-1)
         if self.model.by_logits:
             everyone = torch.zeros_like(logits).scatter(-1, chosen, best.softmax(-1))
@@ -201,7 +235,9 @@ class Run:
         if f"{at}_gate" not in self.model.linear:
             return out
         shared = self.hook(f"{at}.hook_out", self.feed_forward(x, at))
-        return out + self.hook(f"{at}_gate.hook_out", self.apply(f"{at}_gate", x)).sigmoid() * shared
+        return (
+            out + self.hook(f"{at}_gate.hook_out", self.apply(f"{at}_gate", x)).sigmoid() * shared
+        )
 
     def run(self, tokens: Tensor) -> Tensor:
         model = self.model

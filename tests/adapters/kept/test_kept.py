@@ -1,4 +1,6 @@
-"""Declarations that are kept: what is read again is data, of this model, and proved; everything else is refused."""
+"""Declarations that are kept: what is read again is data, of this model, and proved; everything
+else is refused.
+"""
 
 from __future__ import annotations
 
@@ -49,30 +51,50 @@ def inferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(type(model).__name__)
         return infer(model, *args)
 
-    # What is inferred and what is read from a file give the same bridge, and are to: only the call tells them apart.
+    # What is inferred and what is read from a file give the same bridge, and are to: only the call
+    # tells them apart.
     monkeypatch.setattr(inference, "infer", noted)
     return seen
 
 
 def same_points(bridge: TransformerBridge, other: TransformerBridge) -> bool:
-    return list(bridge.hook_dict) == list(other.hook_dict) and bridge.architecture == other.architecture
+    return (
+        list(bridge.hook_dict) == list(other.hook_dict)
+        and bridge.architecture == other.architecture
+    )
 
 
 @pytest.mark.parametrize(
     ("model_type", "task"),
     [
-        ("olmo2", "causal"), ("bamba", "causal"), ("deepseek_v3", "causal"), ("granite", "causal"),
+        ("olmo2", "causal"),
+        ("bamba", "causal"),
+        ("deepseek_v3", "causal"),
+        ("granite", "causal"),
         ("qwen2_moe", "causal"),
-        ("roberta", "masked"), ("deberta", "masked"), ("t5", "seq2seq"), ("mamba2", "causal"), ("xlnet", "causal"),
-        ("albert", "masked"), ("rwkv", "causal"), ("mpt", "causal"), ("bloom", "causal"), ("diffllama", "causal"),
+        ("roberta", "masked"),
+        ("deberta", "masked"),
+        ("t5", "seq2seq"),
+        ("mamba2", "causal"),
+        ("xlnet", "causal"),
+        ("albert", "masked"),
+        ("rwkv", "causal"),
+        ("mpt", "causal"),
+        ("bloom", "causal"),
+        ("diffllama", "causal"),
     ],
-)  # fmt: skip
+)
 def test_a_file_says_all_that_was_inferred(model_type: str, task: Any, tmp_path: Path) -> None:
     bridge = TransformerBridge(tiny_model(model_type, task), automatic="always")
     bridge.declaration().save(tmp_path / "it.json")
     read = Declaration.load(tmp_path / "it.json")
-    assert read.architecture == bridge.architecture and repr(read.architecture) == repr(bridge.architecture)
-    assert read.not_offered == bridge.offered().not_offered and read.no_layer_runs == bridge.no_layer_runs
+    assert read.architecture == bridge.architecture and repr(read.architecture) == repr(
+        bridge.architecture
+    )
+    assert (
+        read.not_offered == bridge.offered().not_offered
+        and read.no_layer_runs == bridge.no_layer_runs
+    )
     again = TransformerBridge(tiny_model(model_type, task), declaration=tmp_path / "it.json")
     assert same_points(again, bridge) and again.offered() == bridge.offered()
 
@@ -130,14 +152,20 @@ class Mine(LlamaForCausalLM):
 """
 
 
-def written(factor: float = 2.0, comment: str = "pass", more: str = "") -> Callable[[], PreTrainedModel]:
+def written(
+    factor: float = 2.0, comment: str = "pass", more: str = ""
+) -> Callable[[], PreTrainedModel]:
     """A class whose source says something."""
     space: dict[str, Any] = {"__name__": "somebodys_code"}
     exec(textwrap.dedent(SOURCE.format(factor=factor, comment=comment, more=more)), space)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
         vocab_size=61,
-    )  # fmt: skip
+    )
 
     def made() -> PreTrainedModel:
         torch.manual_seed(0)
@@ -150,7 +178,9 @@ def written(factor: float = 2.0, comment: str = "pass", more: str = "") -> Calla
     return made
 
 
-@pytest.mark.parametrize("change", [{"factor": 3.0}, {"more": "+ x * 0.5"}, {"more": "if x.ndim else x"}])
+@pytest.mark.parametrize(
+    "change", [{"factor": 3.0}, {"more": "+ x * 0.5"}, {"more": "if x.ndim else x"}]
+)
 def test_a_class_whose_source_changed_is_inferred_anew(
     change: dict[str, Any], cache: Path, inferred: list[str], tmp_path: Path
 ) -> None:
@@ -160,7 +190,10 @@ def test_a_class_whose_source_changed_is_inferred_anew(
     TransformerBridge(written(**change)(), automatic="always")
     assert len(inferred) == 2
     first.declaration().save(tmp_path / "mine.json")
-    with pytest.raises(DeclarationError, match=r"mine\.json is not of this model: the source of Mine is another one"):
+    with pytest.raises(
+        DeclarationError,
+        match=r"mine\.json is not of this model: the source of Mine is another one",
+    ):
         TransformerBridge(written(**change)(), declaration=tmp_path / "mine.json")
 
 
@@ -194,10 +227,16 @@ def test_a_forward_that_was_exchanged_is_another_source() -> None:
 def test_what_another_commit_kept_is_not_read(
     cache: Path, inferred: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkout between two releases: the version is the same, and a file of the library differs."""
+    """A checkout between two releases: the version is the same, and a file of the library
+    differs.
+    """
     root = Path(version.__file__).parent.parent
     for name in ("adapters", "bridge"):
-        shutil.copytree(root / name, tmp_path / name, ignore=lambda _, names: {x for x in names if x.endswith(".pyc")})
+        shutil.copytree(
+            root / name,
+            tmp_path / name,
+            ignore=lambda _, names: {x for x in names if x.endswith(".pyc")},
+        )
     as_it_is = built()
     assert as_it_is.startswith(f"{version.__version__}+")
     found = {name: find_spec(tmp_path / name, name) for name in ("adapters", "bridge")}
@@ -206,7 +245,11 @@ def test_what_another_commit_kept_is_not_read(
     TransformerBridge(tiny_model("diffllama"))
     TransformerBridge(tiny_model("diffllama"))
     assert len(inferred) == 1
-    for file in ("adapters/proofs/slopes.py", "adapters/automatic/stream.py", "bridge/taps/attention.py"):
+    for file in (
+        "adapters/proofs/slopes.py",
+        "adapters/automatic/stream.py",
+        "bridge/taps/attention_tap.py",
+    ):
         with (tmp_path / file).open("a") as source:
             source.write("# changed\n")
         assert built.__wrapped__() != as_it_is
@@ -234,11 +277,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is damaged"), ("{", "is damaged"), ("[]", "is damaged: it is no JSON object"),
+        ("", "is damaged"),
+        ("{", "is damaged"),
+        ("[]", "is damaged: it is no JSON object"),
         ('{"format": "another"}', "is no declaration"),
-        ('{"format": "transformer-bridge declaration 1"}', "is damaged: 'architecture'"), ("\x00\x80", "is damaged"),
+        ('{"format": "transformer-bridge declaration 1"}', "is damaged: 'architecture'"),
+        ("\x00\x80", "is damaged"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_declaration_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "it.json").write_text(text)
     with pytest.raises(DeclarationError, match=rf"it\.json {said}"):
@@ -246,17 +292,23 @@ def test_a_file_that_is_no_declaration_is_refused(text: str, said: str, tmp_path
 
 
 def test_a_file_is_never_code(file: Path, tmp_path: Path) -> None:
-    said = unsealed(file.read_bytes())  # without its checksum: whoever writes code can write that, too
+    said = unsealed(
+        file.read_bytes()
+    )  # without its checksum: whoever writes code can write that, too
     for part in ("CallRecorder", "__import__", "os.system", "View.__init__", "Tensor"):
         changed = deepcopy(said)
         changed["architecture"]["stacks"][0]["block"]["steps"][0]["part"]["is"] = part
         (tmp_path / "it.json").write_text(json.dumps(changed))
-        with pytest.raises(DeclarationError, match=r"is damaged: .* is nothing that declarations are made of"):
+        with pytest.raises(
+            DeclarationError, match=r"is damaged: .* is nothing that declarations are made of"
+        ):
             TransformerBridge(tiny("llama"), declaration=tmp_path / "it.json")
 
 
 def test_a_file_of_another_model_is_refused_by_what_differs(file: Path) -> None:
-    with pytest.raises(DeclarationError, match=r"it is of a LlamaForCausalLM, and this is a GPT2LMHeadModel"):
+    with pytest.raises(
+        DeclarationError, match=r"it is of a LlamaForCausalLM, and this is a GPT2LMHeadModel"
+    ):
         TransformerBridge(tiny("gpt2"), declaration=file)
     config = deepcopy(tiny("llama").config)
     config.num_attention_heads = 8
@@ -304,7 +356,9 @@ def test_a_model_without_weights_is_not_taken_for_one_that_was_proved(cache: Pat
         TransformerBridge(tiny_model("diffllama").to("meta"))
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "a file"))
     assert TransformerBridge(tiny_model("diffllama")).offered().inferred
@@ -316,7 +370,9 @@ def _wrapped(path: str) -> int:
     return len(TransformerBridge(tiny_model("diffllama")).hook_dict)
 
 
-def test_processes_that_keep_the_same_declaration_find_its_identity_and_leave_one_whole_file(tmp_path: Path) -> None:
+def test_processes_that_keep_the_same_declaration_find_its_identity_and_leave_one_whole_file(
+    tmp_path: Path,
+) -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         identities = pool.submit(_identities)  # which another process finds the same
         assert len(set(pool.map(_wrapped, [str(tmp_path)] * 4))) == 1
@@ -327,7 +383,13 @@ def test_processes_that_keep_the_same_declaration_find_its_identity_and_leave_on
 
 def leaves(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The values in a JSON document, with where they stand."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield from leaves(value, (*place, key))
     if not isinstance(data, dict | list):
@@ -343,10 +405,20 @@ def others(place: tuple[Any, ...], value: Any) -> list[Any]:
     if isinstance(value, float):
         return [value * 1.5, -value]
     swaps = {
-        "q_proj": "k_proj", "k_proj": "v_proj", "v_proj": "q_proj", "gate_proj": "up_proj", "up_proj": "gate_proj",
-        "rms": "layer", "input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
-        "self_attn": "mlp", "mlp": "self_attn", "silu": "gelu", "gelu": "silu", "causal": "bidirectional",
-    }  # fmt: skip
+        "q_proj": "k_proj",
+        "k_proj": "v_proj",
+        "v_proj": "q_proj",
+        "gate_proj": "up_proj",
+        "up_proj": "gate_proj",
+        "rms": "layer",
+        "input_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "input_layernorm",
+        "self_attn": "mlp",
+        "mlp": "self_attn",
+        "silu": "gelu",
+        "gelu": "silu",
+        "causal": "bidirectional",
+    }
     return [swaps.get(value, f"{value}x")] if isinstance(value, str) else []
 
 
@@ -361,14 +433,23 @@ AS_TRUE = {
 
 @pytest.mark.parametrize(
     ("model_type", "task", "least"),
-    [("llama", "causal", 70), ("gpt2", "causal", 80), ("qwen2_moe", "causal", 90), ("roberta", "masked", 70)],
+    [
+        ("llama", "causal", 70),
+        ("gpt2", "causal", 80),
+        ("qwen2_moe", "causal", 90),
+        ("roberta", "masked", 70),
+    ],
 )
-def test_whatever_is_changed_in_a_file_is_refused(model_type: str, task: Any, least: int, tmp_path: Path) -> None:
+def test_whatever_is_changed_in_a_file_is_refused(
+    model_type: str, task: Any, least: int, tmp_path: Path
+) -> None:
     """Each value of a declaration in its turn: another number, another name, another word."""
     model = tiny_model(model_type, task)
     path = tmp_path / "it.json"
     TransformerBridge(model, automatic="always").declaration().save(path)
-    right = unsealed(path.read_bytes())  # without its checksum, which refuses every change by itself
+    right = unsealed(
+        path.read_bytes()
+    )  # without its checksum, which refuses every change by itself
     TransformerBridge(model, declaration=path)
     accepted, tried = [], 0
     for place, value in leaves(right["architecture"]):

@@ -13,15 +13,24 @@ BATCH, POS, HEADS, KV, WIDTH = 3, 7, 4, 2, 5
 
 
 def fused(layout: str, kv: int) -> dict[str, list[list[int]]]:
-    """The columns of each head of a projection that makes queries, keys and values, in some layout."""
+    """The columns of each head of a projection that makes queries, keys and values, in some
+    layout.
+    """
     if layout == "interleaved":
         index = torch.arange(3 * HEADS * WIDTH).view(HEADS, 3, WIDTH)
         return {letter: index[:, i].tolist() for i, letter in enumerate("qkv")}
     sizes = [HEADS * WIDTH, kv * WIDTH, kv * WIDTH]
     parts = torch.arange(sum(sizes)).split(sizes)
-    order = torch.randperm(HEADS * WIDTH, generator=torch.Generator().manual_seed(1)) if layout == "gather" else None
+    order = (
+        torch.randperm(HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
+        if layout == "gather"
+        else None
+    )
     q = parts[0] if order is None else parts[0][order]
-    return {letter: part.view(-1, WIDTH).tolist() for letter, part in zip("qkv", (q, *parts[1:]), strict=True)}
+    return {
+        letter: part.view(-1, WIDTH).tolist()
+        for letter, part in zip("qkv", (q, *parts[1:]), strict=True)
+    }
 
 
 def attention(made: Tensor, columns: dict[str, list[list[int]]]) -> tuple[Tensor, Tensor]:
@@ -32,13 +41,17 @@ def attention(made: Tensor, columns: dict[str, list[list[int]]]) -> tuple[Tensor
     q, k = q * turn.to(q), k * turn.to(k)  # depends on the position, as a rotation does
     k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / WIDTH**0.5
-    scores = scores.masked_fill(torch.ones(POS, POS, dtype=torch.bool).triu(1), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(
+        torch.ones(POS, POS, dtype=torch.bool).triu(1), torch.finfo(scores.dtype).min
+    )
     scores = scores - scores.amax(-1, keepdim=True)
     return scores, rearrange(scores.softmax(-1).detach() @ v, "b h p d -> b p h d")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("layout", "kv"), [("thirds", 4), ("thirds", 2), ("gather", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(
+    ("layout", "kv"), [("thirds", 4), ("thirds", 2), ("gather", 2), ("interleaved", 4)]
+)
 def test_columns_of_each_head(layout: str, kv: int, dtype: torch.dtype) -> None:
     columns = fused(layout, kv)
     torch.manual_seed(0)
@@ -46,7 +59,9 @@ def test_columns_of_each_head(layout: str, kv: int, dtype: torch.dtype) -> None:
     made = torch.randn(BATCH, POS, width, dtype=dtype, requires_grad=True)
     unrelated = torch.randn(BATCH, POS, 6, dtype=dtype, requires_grad=True)
     scores, z = attention(made, columns)
-    found = gradients_of_scores(scores, [made, unrelated], query=5, keys=[2, 3, 4], query_pos=POS, key_pos=POS)
+    found = gradients_of_scores(
+        scores, [made, unrelated], query=5, keys=[2, 3, 4], query_pos=POS, key_pos=POS
+    )
     values = gradients_of_z(z, [made, unrelated], query=5, key_pos=POS)
     seen = {"q": found.from_query, "k": found.from_keys, "v": values}
     for letter, (of_made, of_unrelated) in seen.items():
@@ -63,9 +78,13 @@ def test_flat_rows_and_heads_first_are_read() -> None:
     first = rearrange(rows, "(b p) (x h d) -> x b h p d", b=BATCH, x=3, h=HEADS).contiguous()
     made = rearrange(first, "x b h p d -> b p (x h d)")
     scores, z = attention(made, fused("thirds", HEADS))
-    found = gradients_of_scores(scores, [rows, first], query=5, keys=[3, 4], query_pos=POS, key_pos=POS)
+    found = gradients_of_scores(
+        scores, [rows, first], query=5, keys=[3, 4], query_pos=POS, key_pos=POS
+    )
     assert found.from_query[0] is not None
-    assert disjoint_sets(found.from_query[0]) == tuple(tuple(range(h * 5, h * 5 + 5)) for h in range(HEADS))
+    assert disjoint_sets(found.from_query[0]) == tuple(
+        tuple(range(h * 5, h * 5 + 5)) for h in range(HEADS)
+    )
     assert found.from_query[1] is None  # five axes: no layout that is known
     values = gradients_of_z(z, [rows], query=5, key_pos=POS)[0]
     assert values is not None
@@ -77,7 +96,9 @@ def test_what_is_mixed_is_no_layout_of_heads() -> None:
     latent = torch.randn(BATCH, POS, 8, requires_grad=True)
     made = latent @ torch.randn(8, 3 * HEADS * WIDTH)
     scores, _ = attention(made, fused("thirds", HEADS))
-    found = gradients_of_scores(scores, [latent], query=5, keys=[3, 4], query_pos=POS, key_pos=POS).from_query[0]
+    found = gradients_of_scores(
+        scores, [latent], query=5, keys=[3, 4], query_pos=POS, key_pos=POS
+    ).from_query[0]
     assert found is not None and bool(found.all())
     assert disjoint_sets(found) == (tuple(range(8)),)  # all heads read the same columns
     found[0, 0] = False

@@ -1,4 +1,6 @@
-"""What is recorded of a run: what tensors held when modules were called, and nothing of it longer than it is needed."""
+"""What is recorded of a run: what tensors held when modules were called, and nothing of it longer
+than it is needed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Written(nn.Module):
 
 
 @pytest.mark.parametrize("past_versions", [False, True])
-def test_a_tensor_that_several_modules_read_is_copied_once_for_each_change_of_it(past_versions: bool) -> None:
+def test_a_tensor_that_several_modules_read_is_copied_once_for_each_change_of_it(
+    past_versions: bool,
+) -> None:
     model, x = Written(past_versions), torch.zeros(2, 3)
     with torch.no_grad(), CallRecorder(model.named_children()) as recording:
         model(x)
@@ -52,7 +56,9 @@ def test_what_was_made_in_inference_mode_is_copied_as_well() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "bamba"])
-def test_nothing_of_the_run_that_was_inferred_from_stays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_run_that_was_inferred_from_stays(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A circle of objects would keep the graph of a whole run until Python looks for circles."""
     model = tiny_model(kind)
     gc.collect()
@@ -67,7 +73,9 @@ def test_nothing_of_the_run_that_was_inferred_from_stays(kind: str, monkeypatch:
 
 @pytest.mark.unchecked  # what checks annotations draws, too
 @pytest.mark.parametrize("model_type", ["reformer", "big_bird", "musicgen"])
-def test_what_a_user_draws_next_does_not_depend_on_a_model_that_was_wrapped(model_type: str) -> None:
+def test_what_a_user_draws_next_does_not_depend_on_a_model_that_was_wrapped(
+    model_type: str,
+) -> None:
     """These models draw in evaluation mode, too."""
     model = tiny_model(model_type)
     states = torch.get_rng_state(), random.getstate()

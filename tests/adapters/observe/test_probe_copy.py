@@ -1,4 +1,6 @@
-"""A probe copy computes what its model does, shares its parameters, and has nothing of what is attached to it."""
+"""A probe copy computes what its model does, shares its parameters, and has nothing of what is
+attached to it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.tiny_models import tiny_model
 TOKENS = torch.arange(3, 12)[None]
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama-gqa", "gemma3-gqa", "qwen2_moe-gqa", "gpt_oss-gqa", "bert", "bloom"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "llama-gqa", "gemma3-gqa", "qwen2_moe-gqa", "gpt_oss-gqa", "bert", "bloom"]
+)
 def test_it_computes_the_same(case: str) -> None:
     model = tiny(case)
     with torch.no_grad(), probe_copy(model) as other:
@@ -42,14 +46,19 @@ def test_what_proves_nothing_is_replaced() -> None:
     model = tiny("gpt2")
     nn.init.ones_(model.transformer.ln_f.weight)
     nn.init.zeros_(model.transformer.h[0].attn.c_attn.bias)
-    assert trivial_parameters(model) == ["transformer.h.0.attn.c_attn.bias", "transformer.ln_f.weight"]
+    assert trivial_parameters(model) == [
+        "transformer.h.0.attn.c_attn.bias",
+        "transformer.ln_f.weight",
+    ]
     with probe_copy(model) as other:
         pass
     own = {name for name, p in other.named_parameters() if p is not model.get_parameter(name)}
     assert own == set(trivial_parameters(model))
     assert trivial_parameters(other) == []
     assert len(trivial_parameters(model)) == 2
-    assert other.get_output_embeddings().weight is other.get_input_embeddings().weight  # tied as before
+    assert (
+        other.get_output_embeddings().weight is other.get_input_embeddings().weight
+    )  # tied as before
 
 
 def test_half_precision_becomes_single() -> None:
@@ -90,8 +99,12 @@ def test_a_packed_parameter_is_named() -> None:
     assert why_no_probe_copy(model) == "weight is a Packed"
 
 
-def test_weights_that_are_brought_make_the_same_and_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of a few rows, in one place: outputs, and gradients of what enters, of a copy in single precision."""
+def test_weights_that_are_brought_make_the_same_and_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In pieces of a few rows, in one place: outputs, and gradients of what enters, of a copy in
+    single precision.
+    """
     monkeypatch.setattr(module, "ROOM", 0)
     monkeypatch.setattr(module, "_AT_ONCE", 200)  # six rows of 32 columns, or of 48 four
     model = tiny_model("phi").to(torch.bfloat16)  # with biases

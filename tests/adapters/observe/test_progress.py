@@ -1,4 +1,6 @@
-"""What a wrap that infers says meanwhile: what is tried, at how many points; and nothing where bars are off."""
+"""What a wrap that infers says meanwhile: what is tried, at how many points; and nothing where bars
+are off.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from adapters import verify
 from adapters.observe import recognised as progress
 from bridge import TransformerBridge
 from tests.conftest import tiny
@@ -39,13 +42,36 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_bar_says_what_is_tried_and_how_much(bars: list[Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(progress, "is_progress_bar_enabled", lambda: True)
     bridge = TransformerBridge(tiny("llama"), automatic="always")
-    proving = bars[-1]
-    assert proving.desc.startswith("proving")
+    proving = next(bar for bar in bars if bar.desc.rstrip(": ") == "proving")
     assert proving.total >= len(bridge.hook_dict)
     assert 0 < proving.n <= proving.total
     assert "proving" in proving.shown.getvalue()
-    assert {"the model itself", "hook points are seen", "what is read is written back"} <= set(proving.said)
+    assert {"the model itself", "hook points are seen", "what is read is written back"} <= set(
+        proving.said
+    )
     assert any(said.startswith("edits, ") for said in proving.said)
+
+
+def test_a_verification_names_its_checks(bars: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "is_progress_bar_enabled", lambda: True)
+    report = verify(TransformerBridge(tiny("llama")))
+    (verifying,) = [bar for bar in bars if bar.desc.startswith("verifying")]
+    assert verifying.n >= len(report.checks)
+    assert {"unhooked", "every hook fires", "writing back", "nothing left behind"} <= set(
+        verifying.said
+    )
+    named = {check.name for check in report.checks} & set(verifying.said)
+    assert len(named) > 9  # the claims of the declaration, by their own names
+
+
+def test_a_declaration_shows_a_bar_in_all_its_stages(
+    bars: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress, "is_progress_bar_enabled", lambda: True)
+    TransformerBridge(tiny("llama"), automatic="always")
+    (rest,) = [bar for bar in bars if bar.desc.startswith("proving the rest")]
+    assert rest.n > 10
+    assert "unhooked" in rest.said
 
 
 def test_it_is_off_with_the_bars_of_transformers(bars: list[Any]):

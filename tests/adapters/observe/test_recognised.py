@@ -1,4 +1,6 @@
-"""Norms are recognised by what they compute: kind, offset and epsilon, at their initial values and elsewhere."""
+"""Norms are recognised by what they compute: kind, offset and epsilon, at their initial values and
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from adapters.observe.recognised import recognise_module, recognise_norm
 NORMS = {
     "layer": (lambda: nn.LayerNorm(32, eps=1e-5), True, 0.0, 1e-5),
     "layer without bias": (lambda: nn.LayerNorm(32, eps=1e-3, bias=False), True, 0.0, 1e-3),
-    "layer without weight": (lambda: nn.LayerNorm(32, eps=1e-5, elementwise_affine=False), True, 0.0, 1e-5),
+    "layer without weight": (
+        lambda: nn.LayerNorm(32, eps=1e-5, elementwise_affine=False),
+        True,
+        0.0,
+        1e-5,
+    ),
     "layer with no epsilon to speak of": (lambda: nn.LayerNorm(32, eps=1e-20), True, 0.0, 0.0),
     "root mean square": (lambda: nn.RMSNorm(32, eps=1e-6), False, 0.0, 1e-6),
     "one plus weight": (lambda: GemmaRMSNorm(32, eps=1e-6), False, 1.0, 1e-6),
@@ -34,10 +41,14 @@ def test_recognised(name: str, noise: float, dtype: torch.dtype) -> None:
     found = recognise_module(module, 32, torch.zeros(1, dtype=dtype), tolerance=tolerance)
     assert found is not None
     assert (found.centered, found.offset) == (centered, offset)
-    assert found.eps == (eps if not eps else pytest.approx(eps, rel=1e-5 if dtype == torch.float32 else 1e-2))
+    assert found.eps == (
+        eps if not eps else pytest.approx(eps, rel=1e-5 if dtype == torch.float32 else 1e-2)
+    )
 
 
-@pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(32, 32), nn.Tanh(), nn.GroupNorm(4, 32)])
+@pytest.mark.parametrize(
+    "module", [nn.Identity(), nn.Linear(32, 32), nn.Tanh(), nn.GroupNorm(4, 32)]
+)
 def test_what_is_no_norm_is_not_recognised(module: nn.Module) -> None:
     torch.manual_seed(0)
     assert recognise_module(module, 32, torch.zeros(1)) is None

@@ -12,7 +12,9 @@ from tests.tiny_models import tiny_model
 TOKENS = torch.arange(3, 12)[None]
 
 
-def test_runs_start_at_the_first_middle_and_last_layer_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_start_at_the_first_middle_and_last_layer_and_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bridge = TransformerBridge(tiny_model("llama", num_hidden_layers=6))
     own, started = TransformerBridge.forward, []
 

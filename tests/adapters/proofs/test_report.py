@@ -1,4 +1,6 @@
-"""What a proof cannot compare is no proof: nothing that did not run, has another shape or raises is passed over."""
+"""What a proof cannot compare is no proof: nothing that did not run, has another shape or raises is
+passed over.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def found(findings: Findings, name: str = "claim") -> Check:
         (ROWS, ROWS * 1.5, "blocks.0: differs by 3.3e-01, relatively"),
     ],
 )
-def test_what_is_not_equal_does_not_hold(seen: Tensor | None, expected: Tensor | None, said: str) -> None:
+def test_what_is_not_equal_does_not_hold(
+    seen: Tensor | None, expected: Tensor | None, said: str
+) -> None:
     findings = Findings(1e-5)
     assert findings.equal("claim", "blocks.1", ROWS, ROWS.clone())
     assert not findings.equal("claim", "blocks.0", seen, expected)
@@ -73,11 +77,21 @@ def test_a_rotation_of_which_cfg_says_nothing_is_not_proved(fact: str, said: str
 @pytest.mark.parametrize(
     ("fact", "value", "said"),
     [
-        ("d_mlp", 7, "not [batch pos d_mlp]: d_mlp is 7 (config_values={'d_mlp': 48} says another)"),
-        ("act_fn", None, "act_fn=None is no function that is known: say config_values={'act_fn': ...}"),
+        (
+            "d_mlp",
+            7,
+            "not [batch pos d_mlp]: d_mlp is 7 (config_values={'d_mlp': 48} says another)",
+        ),
+        (
+            "act_fn",
+            None,
+            "act_fn=None is no function that is known: say config_values={'act_fn': ...}",
+        ),
     ],
 )
-def test_what_is_to_be_said_of_an_mlp_is_named_by_its_key(fact: str, value: object, said: str) -> None:
+def test_what_is_to_be_said_of_an_mlp_is_named_by_its_key(
+    fact: str, value: object, said: str
+) -> None:
     bridge = TransformerBridge(tiny("llama"))
     setattr(bridge.cfg, fact, value)
     assert said in str(verify(bridge))
@@ -87,14 +101,21 @@ def test_a_module_that_is_no_norm_is_not_proved() -> None:
     model = tiny("llama")
     model.model.layers[1].input_layernorm.forward = torch.tanh
     (check,) = [check for check in verify(TransformerBridge(model)).checks if check.name == NORMS]
-    assert not check.passed and "model.layers.1.input_layernorm computes no norm that is known" in check.detail
+    assert (
+        not check.passed
+        and "model.layers.1.input_layernorm computes no norm that is known" in check.detail
+    )
 
 
 @pytest.mark.parametrize("by_position", [False, True])
-def test_what_is_added_to_the_logits_is_not_proved_where_it_is_not_declared(by_position: bool) -> None:
+def test_what_is_added_to_the_logits_is_not_proved_where_it_is_not_declared(
+    by_position: bool,
+) -> None:
     model = tiny("llama")
 
-    def add(module: torch.nn.Module, args: object, output: CausalLMOutputWithPast) -> CausalLMOutputWithPast:
+    def add(
+        module: torch.nn.Module, args: object, output: CausalLMOutputWithPast
+    ) -> CausalLMOutputWithPast:
         assert output.logits is not None
         places = torch.arange(output.logits.shape[1])[:, None] if by_position else 1.0
         output.logits = output.logits + places * torch.linspace(1, 2, output.logits.shape[-1])

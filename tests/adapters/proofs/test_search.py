@@ -1,4 +1,6 @@
-"""What of an inferred declaration does not hold is left out by name, with the reason, and nothing else is."""
+"""What of an inferred declaration does not hold is left out by name, with the reason, and nothing
+else is.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,12 @@ def test_what_holds_is_held() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bamba", "qwen2_moe", "gemma2"])
 def test_of_what_holds_nothing_is_tried_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All hook points are tried together: halves of them are, and theirs again, where something raised an error."""
+    """All hook points are tried together: halves of them are, and theirs again, where something
+    raised an error.
+    """
     raised: list[str] = []
-    # Proofs say nothing of errors that they go round: where these become words is the one place that sees all.
+    # Proofs say nothing of errors that they go round: where these become words is the one place
+    # that sees all.
     monkeypatch.setattr(mechanics, "one_line", lambda error: raised.append(str(error)) or "")
     assert Proof(TransformerBridge(tiny_model(family))).run().not_offered == {}
     assert raised == []
@@ -70,12 +75,18 @@ def test_wrong_points_are_found_among_all() -> None:
     training = bridge.train().training
     found = Proof(bridge).run()
     assert bridge.training == training
-    assert set(found.not_offered) == {"blocks.0.hook_mlp_out", "blocks.1.attn.hook_q", "blocks.2.hook_attn_out"}
+    assert set(found.not_offered) == {
+        "blocks.0.hook_mlp_out",
+        "blocks.1.attn.hook_q",
+        "blocks.2.hook_attn_out",
+    }
     assert (
         found.not_offered["blocks.2.hook_attn_out"]
         == "looking there ends in an error (ValueError: no such view and more)"
     )
-    assert found.not_offered["blocks.0.hook_mlp_out"].startswith("writing back what was read changes the logits by ")
+    assert found.not_offered["blocks.0.hook_mlp_out"].startswith(
+        "writing back what was read changes the logits by "
+    )
     rows, length = found.tokens.shape
     said = f"its shape is ({rows}, {length}, 32), not [batch pos n_heads d_head]"
     assert found.not_offered["blocks.1.attn.hook_q"] == said

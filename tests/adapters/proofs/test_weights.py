@@ -14,10 +14,19 @@ from tests.adapters.test_verify_all import tiny
 
 #: The weights of a layer, and the hook point that each is proved by.
 NAMES = {
-    "attn.W_Q": "attn.hook_q", "attn.b_Q": "attn.hook_q", "attn.W_K": "attn.hook_k", "attn.b_K": "attn.hook_k",
-    "attn.W_V": "attn.hook_v", "attn.b_V": "attn.hook_v", "attn.W_O": "attn.W_O", "attn.b_O": "attn.W_O",
-    "mlp.W_in": "mlp.hook_pre", "mlp.b_in": "mlp.hook_pre", "mlp.W_out": "mlp.W_out", "mlp.b_out": "mlp.W_out",
-}  # fmt: skip
+    "attn.W_Q": "attn.hook_q",
+    "attn.b_Q": "attn.hook_q",
+    "attn.W_K": "attn.hook_k",
+    "attn.b_K": "attn.hook_k",
+    "attn.W_V": "attn.hook_v",
+    "attn.b_V": "attn.hook_v",
+    "attn.W_O": "attn.W_O",
+    "attn.b_O": "attn.W_O",
+    "mlp.W_in": "mlp.hook_pre",
+    "mlp.b_in": "mlp.hook_pre",
+    "mlp.W_out": "mlp.W_out",
+    "mlp.b_out": "mlp.W_out",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,8 +49,13 @@ def test_each_weight_and_bias_is_proved(name: str) -> None:
 def test_the_bias_of_a_gate() -> None:
     bridge = TransformerBridge(tiny("llama-mqa-bias"))
     gate = bridge.original_model.get_submodule("model.layers.1.mlp.gate_proj")
-    assert torch.equal(bridge.blocks[1].mlp.b_gate, gate.bias) and bridge.b_gate.shape == bridge.b_in.shape
-    assert not hasattr(TransformerBridge(tiny("llama-gqa")).blocks[1].mlp, "b_gate")  # its gate has none
+    assert (
+        torch.equal(bridge.blocks[1].mlp.b_gate, gate.bias)
+        and bridge.b_gate.shape == bridge.b_in.shape
+    )
+    assert not hasattr(
+        TransformerBridge(tiny("llama-gqa")).blocks[1].mlp, "b_gate"
+    )  # its gate has none
     evidence = randomized_run(bridge, *some_tokens(bridge, 2, 9))
     weights = Weights(bridge.architecture, bridge.original_model, bridge.cfg)
     weights.getters["blocks.1.mlp.b_gate"] = lambda: torch.zeros_like(gate.bias)

@@ -1,4 +1,6 @@
-"""What is offered is what is proved: what a claim that fails names is withdrawn, with the claim as its reason."""
+"""What is offered is what is proved: what a claim that fails names is withdrawn, with the claim as
+its reason.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            p(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for p in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Mlp(nn.Module):
@@ -64,7 +70,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, trick: str) -> None:
         super().__init__()
-        self.trick, name = trick, trick.removeprefix("named ") if trick.startswith("named ") else "weight"
+        self.trick, name = (
+            trick,
+            trick.removeprefix("named ") if trick.startswith("named ") else "weight",
+        )
         self.attn, self.mlp, self.n1, self.n2 = Attention(), Mlp(), Norm(name), Norm(name)
 
     def forward(self, x: Tensor, first: Tensor) -> Tensor:
@@ -80,8 +89,14 @@ class Block(nn.Module):
 class Plain(nn.Module):
     def __init__(self, trick: str = "") -> None:
         super().__init__()
-        self.trick, name = trick, trick.removeprefix("named ") if trick.startswith("named ") else "weight"
-        self.embed, self.blocks = nn.Embedding(96, 32), nn.ModuleList(Block(trick) for _ in range(3))
+        self.trick, name = (
+            trick,
+            trick.removeprefix("named ") if trick.startswith("named ") else "weight",
+        )
+        self.embed, self.blocks = (
+            nn.Embedding(96, 32),
+            nn.ModuleList(Block(trick) for _ in range(3)),
+        )
         self.norm, self.head = Norm(name), nn.Linear(32, 96, bias=False)
         if trick == "two heads":
             self.second = nn.Linear(32, 96, bias=False)
@@ -100,7 +115,9 @@ def plain(trick: str = "") -> nn.Module:
     model, generator = Plain(trick), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1)
+            )
     return model.eval()
 
 
@@ -113,8 +130,16 @@ def test_what_heads_read_stands_on_what_their_attention_reads(trick: str) -> Non
     bridge = wrapped(trick)
     for name in ("attn_in", "q_input", "k_input", "v_input"):
         assert f"blocks.1.hook_{name}" not in bridge.hook_dict
-    assert bridge.offered().not_offered["blocks.1.hook_q_input"].startswith("it stands on blocks.1.hook_attn_in: what")
-    assert {"blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_pattern"} <= bridge.hook_dict.keys()
+    assert (
+        bridge.offered()
+        .not_offered["blocks.1.hook_q_input"]
+        .startswith("it stands on blocks.1.hook_attn_in: what")
+    )
+    assert {
+        "blocks.1.hook_resid_pre",
+        "blocks.1.attn.hook_q",
+        "blocks.1.attn.hook_pattern",
+    } <= bridge.hook_dict.keys()
     assert verify(bridge).passed
 
 
@@ -122,12 +147,16 @@ def test_the_unembedding_is_that_of_the_logits_or_is_not_offered() -> None:
     bridge = wrapped("two heads")
     with pytest.raises(AttributeError, match="W_U"):
         _ = bridge.W_U
-    assert bridge.offered().not_offered["unembed.W_U"].startswith("it stands on unembed.hook_out: an edit changes")
+    assert (
+        bridge.offered()
+        .not_offered["unembed.W_U"]
+        .startswith("it stands on unembed.hook_out: an edit changes")
+    )
     assert torch.equal(wrapped().W_U, plain().head.weight.T)
 
 
 def test_a_lens_behind_the_last_block_is_the_logits_or_is_refused() -> None:
-    with pytest.raises(ValueError, match="a run that starts at layer 3 gives other logits"):
+    with pytest.raises(ValueError, match="a run that starts at layer 3 gives different logits"):
         wrapped("takes a stream away").lens(TOKENS).stack()
     torch.testing.assert_close(wrapped().lens(TOKENS).stack()[-1], plain()(TOKENS))
 
@@ -136,23 +165,35 @@ def test_a_lens_behind_the_last_block_is_the_logits_or_is_refused() -> None:
 def test_no_name_of_a_parameter_decides(name: str) -> None:
     bridge, usual = wrapped(f"named {name}"), wrapped()
     assert bridge.hook_dict.keys() == usual.hook_dict.keys() and not bridge.offered().not_offered
-    assert torch.equal(bridge.weights["blocks.1.ln1.w"], getattr(bridge.original_model.module.blocks[1].n1, name))
+    assert torch.equal(
+        bridge.weights["blocks.1.ln1.w"], getattr(bridge.original_model.module.blocks[1].n1, name)
+    )
     logits = bridge(TOKENS)
     bridge.process_weights(fold_ln=True, center_writing_weights=False, center_unembed=False)
-    torch.testing.assert_close(bridge(TOKENS).log_softmax(-1), logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        bridge(TOKENS).log_softmax(-1), logits.log_softmax(-1), atol=1e-4, rtol=1e-4
+    )
     assert bool((getattr(bridge.original_model.module.blocks[1].n1, name) == 1).all())
 
 
 def test_a_point_whose_gradient_is_no_slope_is_withdrawn(caplog: pytest.LogCaptureFixture) -> None:
-    """The model cuts its graph behind the second norm: what edits do before it, gradients do not say."""
+    """The model cuts its graph behind the second norm: what edits do before it, gradients do not
+    say.
+    """
     with caplog.at_level(logging.WARNING, "bridge"):
         bridge = wrapped("detached")
     (said,) = [record.getMessage() for record in caplog.records if record.name == "bridge"]
     assert NOT_PROVED in said and len(said.splitlines()) == 1
     reasons = bridge.offered().not_offered
     for name in ("blocks.1.attn.hook_q", "blocks.0.hook_resid_pre", "blocks.1.hook_attn_out"):
-        assert name not in bridge.hook_dict and reasons[name].startswith(f"{NOT_PROVED}: {SLOPES}"), name
-    assert {"blocks.1.hook_mlp_in", "blocks.2.ln2.hook_out", "blocks.2.hook_resid_post"} <= bridge.hook_dict.keys()
+        assert name not in bridge.hook_dict and reasons[name].startswith(
+            f"{NOT_PROVED}: {SLOPES}"
+        ), name
+    assert {
+        "blocks.1.hook_mlp_in",
+        "blocks.2.ln2.hook_out",
+        "blocks.2.hook_resid_post",
+    } <= bridge.hook_dict.keys()
     assert NOT_PROVED not in wrapped().offered().summary and verify(bridge).passed
 
 
@@ -163,11 +204,17 @@ def test_a_gradient_that_is_no_number_is_said() -> None:
 
 
 def test_nothing_reaches_for_a_point_that_was_withdrawn() -> None:
-    """The inputs of heads take over what is written at all of theirs; a norm has a gradient for each reader."""
+    """The inputs of heads take over what is written at all of theirs; a norm has a gradient for
+    each reader.
+    """
     model, reason = plain(), "withdrawn"
-    whole = map_model(TransformerBridge(model, cache_declaration=False).original_model, automatic=True)
+    whole = map_model(
+        TransformerBridge(model, cache_declaration=False).original_model, automatic=True
+    )
     left = whole.without({"blocks.1.hook_k_input": reason, "blocks.2.attn.hook_v": reason})
-    assert left.not_offered["blocks.1.hook_attn_in"] == f"it stands on blocks.1.hook_k_input: {reason}"
+    assert (
+        left.not_offered["blocks.1.hook_attn_in"] == f"it stands on blocks.1.hook_k_input: {reason}"
+    )
     points = {point.name: point for point in left.points}
     assert points["blocks.1.ln1.hook_out"].separate_consumers and "blocks.2.hook_attn_in" in points
     assert not points["blocks.2.ln1.hook_out"].separate_consumers
@@ -220,9 +267,12 @@ class WrongFar(View):
 
 @pytest.mark.parametrize(("behind", "beyond"), [(20, 1e9), (999, 20.0)], ids=["far", "large"])
 @pytest.mark.parametrize(
-    ("of", "claim"), [("mlp.hook_post", GATED), ("mlp.hook_pre_linear", WRITTEN), ("attn.hook_q", WRITTEN)]
+    ("of", "claim"),
+    [("mlp.hook_post", GATED), ("mlp.hook_pre_linear", WRITTEN), ("attn.hook_q", WRITTEN)],
 )
-def test_what_is_wrong_far_or_large_alone_is_noticed(of: str, claim: str, behind: int, beyond: float) -> None:
+def test_what_is_wrong_far_or_large_alone_is_noticed(
+    of: str, claim: str, behind: int, beyond: float
+) -> None:
     bridge, name = TransformerBridge(tiny("llama")), f"blocks.1.{of}"
     change(bridge, name, view=WrongFar(bridge.hook_dict[name].view, behind, beyond))
     assert claim in failing(bridge)
@@ -261,7 +311,9 @@ def test_a_length_that_the_configuration_does_not_say_is_noticed() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_all_terms_add_to_the_logits_is_the_logits(family: str) -> None:
-    """A stream that goes on otherwise behind the last block: terms no longer sum to what is returned."""
+    """A stream that goes on otherwise behind the last block: terms no longer sum to what is
+    returned.
+    """
     bridge = TransformerBridge(tiny(family))
     assert verify(bridge).passed
     decomposed = ActivationCache.decompose_resid

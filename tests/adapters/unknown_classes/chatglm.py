@@ -1,4 +1,6 @@
-"""ChatGLM 2: positions before the batch, one fused projection, neighbouring dimensions turned in half of each head."""
+"""ChatGLM 2: positions before the batch, one fused projection, neighbouring dimensions turned in
+half of each head.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class CoreAttention(nn.Module):
         scores = torch.matmul(q.permute(1, 2, 0, 3), k.permute(1, 2, 3, 0)) / D_HEAD**0.5
         scores = at(self.layer, "attn.hook_attn_scores", causal(scores))
         pattern = at(self.layer, "attn.hook_pattern", nn.functional.softmax(scores, dim=-1))
-        z = at(self.layer, "attn.hook_z", torch.matmul(pattern, v.permute(1, 2, 0, 3)).transpose(1, 2))
+        z = at(
+            self.layer, "attn.hook_z", torch.matmul(pattern, v.permute(1, 2, 0, 3)).transpose(1, 2)
+        )
         return z.transpose(0, 1).flatten(2)
 
 
@@ -45,7 +49,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.n_kv = layer, 2
         self.query_key_value = nn.Linear(D_MODEL, D_MODEL + 4 * D_HEAD)
-        self.core_attention, self.dense = CoreAttention(layer), nn.Linear(D_MODEL, D_MODEL, bias=False)
+        self.core_attention, self.dense = (
+            CoreAttention(layer),
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         def shown(name: str, x: Tensor) -> Tensor:
@@ -83,7 +90,10 @@ class GLMBlock(nn.Module):
         gate, up = self.dense_h_to_4h(self.post_attention_layernorm(x)).chunk(2, -1)
         gate, up = self.shown("mlp.hook_pre", gate), self.shown("mlp.hook_pre_linear", up)
         post = self.shown("mlp.hook_post", nn.functional.silu(gate) * up)
-        return self.shown("hook_resid_post", x + self.shown("hook_mlp_out", self.dense_4h_to_h(post))), None
+        return (
+            self.shown("hook_resid_post", x + self.shown("hook_mlp_out", self.dense_4h_to_h(post))),
+            None,
+        )
 
 
 class GLMTransformer(nn.Module):
@@ -91,7 +101,10 @@ class GLMTransformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.final_layernorm = nn.ModuleList(GLMBlock(i) for i in range(N_LAYERS)), Rms()
+        self.layers, self.final_layernorm = (
+            nn.ModuleList(GLMBlock(i) for i in range(N_LAYERS)),
+            Rms(),
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         for layer in self.layers:

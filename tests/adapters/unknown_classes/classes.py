@@ -64,12 +64,17 @@ PART: dict[str, tuple[type[nn.Module], str]] = {
 }
 #: Refused, and why.
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {
-    "nanochat": (odd_parts.Nanochat, r"what leaves a block of module\.transformer\.h is not what enters the next"),
+    "nanochat": (
+        odd_parts.Nanochat,
+        r"what leaves a block of module\.transformer\.h is not what enters the next",
+    ),
     "attention alone": (
         plain_modules.AttentionOnly,
         r"what leaves a block of module\.layers is not what enters the next",
     ),
 }
 CLASSES: dict[str, type[nn.Module]] = {
-    **FULL, **{name: cls for name, (cls, _) in PART.items()}, **{name: cls for name, (cls, _) in REFUSED.items()},
-}  # fmt: skip
+    **FULL,
+    **{name: cls for name, (cls, _) in PART.items()},
+    **{name: cls for name, (cls, _) in REFUSED.items()},
+}

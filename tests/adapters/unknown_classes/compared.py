@@ -39,7 +39,10 @@ def _edit(x: Tensor) -> Tensor:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    a, b = (torch.where(x < -1e4, torch.zeros_like(x), x) if x.is_floating_point() else x for x in (a, b))
+    a, b = (
+        torch.where(x < -1e4, torch.zeros_like(x), x) if x.is_floating_point() else x
+        for x in (a, b)
+    )
     return (
         a.shape == b.shape and bool(((a - b).abs() <= 2e-5 * (1 + b.abs().max())).all())
         if a.numel()

@@ -12,7 +12,7 @@ from tests.adapters.unknown_classes.parts import (
     CausalModel,
     Decoder,
     DecoderLayer,
-)  # fmt: skip
+)
 from tests.adapters.unknown_classes.shown import at
 
 N_EXPERTS, CHOSEN, D_EXPERT = 5, 2, 16
@@ -45,11 +45,15 @@ class Expert(nn.Module):
             at(self.layer, f"mlp.{self.name}.hook_{first}", gate(x)),
             at(self.layer, f"mlp.{self.name}.hook_{second}", up(x)),
         )
-        y = down(at(self.layer, f"mlp.{self.name}.hook_{last}", nn.functional.silu(made[0]) * made[1]))
+        y = down(
+            at(self.layer, f"mlp.{self.name}.hook_{last}", nn.functional.silu(made[0]) * made[1])
+        )
         return at(self.layer, f"mlp.{self.name}.hook_out", y).view(shape)
 
 
-def experts(layer: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> nn.ModuleList:
+def experts(
+    layer: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> nn.ModuleList:
     """The experts of a mixture."""
     return nn.ModuleList(Expert(layer, f"experts.{e}", names=names) for e in range(N_EXPERTS))
 
@@ -60,7 +64,9 @@ def by_rows(layer: int, name: str, x: Tensor, rows: Tensor) -> Tensor:
 
 
 class Mixture(nn.Module):
-    """What all of them share: the loop over experts that tokens were sent to, each adding to the rows of these."""
+    """What all of them share: the loop over experts that tokens were sent to, each adding to the
+    rows of these.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -76,11 +82,16 @@ class Mixture(nn.Module):
 
 
 class OldMixtralMixture(Mixture):
-    """The block's own softmax over what a linear layer makes of a token, then the best, which share what is one."""
+    """The block's own softmax over what a linear layer makes of a token, then the best, which share
+    what is one.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(layer)
-        self.gate, self.experts = nn.Linear(D_MODEL, N_EXPERTS, bias=False), experts(layer, ("w1", "w3", "w2"))
+        self.gate, self.experts = (
+            nn.Linear(D_MODEL, N_EXPERTS, bias=False),
+            experts(layer, ("w1", "w3", "w2")),
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         rows = hidden_states.view(-1, D_MODEL)
@@ -109,13 +120,17 @@ class QwenMixture(Mixture):
         weights = by_rows(self.layer, "mlp.hook_expert_weights", logits.softmax(-1), hidden_states)
         weights, chosen = weights.topk(CHOSEN, dim=-1)
         shared = self.shared_expert(hidden_states)
-        gate = at(self.layer, "mlp.shared_expert_gate.hook_out", self.shared_expert_gate(hidden_states))
+        gate = at(
+            self.layer, "mlp.shared_expert_gate.hook_out", self.shared_expert_gate(hidden_states)
+        )
         routed = self.summed(rows, chosen, weights, self.experts).view(hidden_states.shape)
         return routed + gate.sigmoid() * shared
 
 
 class DeepseekGate(nn.Module):
-    """Chooses by sigmoids, corrected by a term of each expert's own, and returns indices and weights."""
+    """Chooses by sigmoids, corrected by a term of each expert's own, and returns indices and
+    weights.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -125,21 +140,35 @@ class DeepseekGate(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         rows = hidden_states.view(-1, D_MODEL)
-        logits = by_rows(self.layer, "mlp.hook_router_logits", nn.functional.linear(rows, self.weight), hidden_states)
+        logits = by_rows(
+            self.layer,
+            "mlp.hook_router_logits",
+            nn.functional.linear(rows, self.weight),
+            hidden_states,
+        )
         scores = logits.sigmoid()
         with torch.no_grad():
-            chosen = torch.topk(scores + self.e_score_correction_bias, CHOSEN, dim=-1, sorted=False)[1]
+            chosen = torch.topk(
+                scores + self.e_score_correction_bias, CHOSEN, dim=-1, sorted=False
+            )[1]
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
         everyone = by_rows(
-            self.layer, "mlp.hook_expert_weights", torch.zeros_like(logits).scatter(1, chosen, weights), hidden_states
+            self.layer,
+            "mlp.hook_expert_weights",
+            torch.zeros_like(logits).scatter(1, chosen, weights),
+            hidden_states,
         )
-        weights = by_rows(self.layer, "mlp.hook_topk_weights", everyone.gather(1, chosen), hidden_states)
+        weights = by_rows(
+            self.layer, "mlp.hook_topk_weights", everyone.gather(1, chosen), hidden_states
+        )
         return by_rows(self.layer, "mlp.hook_expert_indices", chosen, hidden_states), weights
 
 
 class DeepseekMixture(Mixture):
-    """DeepSeek V3's: tokens sorted by their expert, each expert given its own, and shared experts."""
+    """DeepSeek V3's: tokens sorted by their expert, each expert given its own, and shared
+    experts.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(layer)
@@ -158,7 +187,11 @@ class DeepseekMixture(Mixture):
             start += count
         together = torch.empty_like(sorted_rows)
         together[order] = torch.cat(outputs)
-        routed = (together.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view(hidden_states.shape)
+        routed = (
+            (together.view(*chosen.shape, -1) * weights.unsqueeze(-1))
+            .sum(1)
+            .view(hidden_states.shape)
+        )
         return routed + self.shared_experts(hidden_states)
 
 
@@ -172,16 +205,35 @@ class BailingGate(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_states.view(-1, D_MODEL)
         logits = by_rows(
-            self.layer, "mlp.hook_router_logits", nn.functional.linear(rows, self.weight, None), hidden_states
+            self.layer,
+            "mlp.hook_router_logits",
+            nn.functional.linear(rows, self.weight, None),
+            hidden_states,
         )
-        scores = by_rows(self.layer, "mlp.hook_expert_weights", logits.softmax(-1, dtype=torch.float32), hidden_states)
+        scores = by_rows(
+            self.layer,
+            "mlp.hook_expert_weights",
+            logits.softmax(-1, dtype=torch.float32),
+            hidden_states,
+        )
         weights, chosen = torch.topk(scores, CHOSEN, dim=-1, sorted=False)
-        weights = by_rows(self.layer, "mlp.hook_topk_weights", weights / weights.sum(-1, keepdim=True), hidden_states)
-        return by_rows(self.layer, "mlp.hook_expert_indices", chosen, hidden_states), weights, logits
+        weights = by_rows(
+            self.layer,
+            "mlp.hook_topk_weights",
+            weights / weights.sum(-1, keepdim=True),
+            hidden_states,
+        )
+        return (
+            by_rows(self.layer, "mlp.hook_expert_indices", chosen, hidden_states),
+            weights,
+            logits,
+        )
 
 
 class BailingMixture(Mixture):
-    """Each token repeated for each of its experts, which write into their rows; it returns the router's logits, too."""
+    """Each token repeated for each of its experts, which write into their rows; it returns the
+    router's logits, too.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(layer)
@@ -199,7 +251,9 @@ class BailingMixture(Mixture):
 
 
 class HunyuanGate(nn.Module):
-    """Says for each token, expert and place in that expert's queue whether it is sent there, and its weight."""
+    """Says for each token, expert and place in that expert's queue whether it is sent there, and
+    its weight.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -208,7 +262,12 @@ class HunyuanGate(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         rows = hidden_states.reshape(-1, D_MODEL)
         logits = by_rows(self.layer, "mlp.hook_router_logits", self.wg(rows), hidden_states)
-        gates = by_rows(self.layer, "mlp.hook_expert_weights", nn.functional.softmax(logits, dim=1), hidden_states)
+        gates = by_rows(
+            self.layer,
+            "mlp.hook_expert_weights",
+            nn.functional.softmax(logits, dim=1),
+            hidden_states,
+        )
         weights, chosen = torch.topk(gates, CHOSEN)
         weights = weights / weights.sum(-1, keepdim=True)
         sent = nn.functional.one_hot(chosen, N_EXPERTS).transpose(0, 1).reshape(-1, N_EXPERTS)
@@ -219,7 +278,9 @@ class HunyuanGate(nn.Module):
 
 
 class HunyuanMixture(Mixture):
-    """Products with these: every expert is given as many rows as there are tokens, zeros behind those sent to it."""
+    """Products with these: every expert is given as many rows as there are tokens, zeros behind
+    those sent to it.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(layer)
@@ -233,7 +294,9 @@ class HunyuanMixture(Mixture):
         weights, sent = self.gate(hidden_states)
         rows = hidden_states.reshape(-1, D_MODEL)
         given = torch.einsum("sec,sm->ecm", sent, rows)
-        made = torch.cat([expert(x) for expert, x in zip(self.experts, given.chunk(N_EXPERTS), strict=True)])
+        made = torch.cat(
+            [expert(x) for expert, x in zip(self.experts, given.chunk(N_EXPERTS), strict=True)]
+        )
         routed = torch.einsum("sec,ecm->sm", weights, made).reshape(hidden_states.shape)
         return self.shared_mlp(hidden_states) + routed
 
@@ -257,7 +320,9 @@ class BailingLayer(DecoderLayer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", hidden_states)
         x = at(
-            self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.self_attn(self.input_layernorm(x)))
+            self.layer,
+            "hook_resid_mid",
+            x + at(self.layer, "hook_attn_out", self.self_attn(self.input_layernorm(x))),
         )
         made, _ = self.mlp(self.post_attention_layernorm(x))
         return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", made))
@@ -276,19 +341,26 @@ class Relu2Expert(nn.Module):
     def __init__(self, layer: int, name: str, width: int = D_EXPERT) -> None:
         super().__init__()
         self.layer, self.name = layer, name
-        self.up_proj, self.down_proj = nn.Linear(D_MODEL, width, bias=False), nn.Linear(width, D_MODEL, bias=False)
+        self.up_proj, self.down_proj = (
+            nn.Linear(D_MODEL, width, bias=False),
+            nn.Linear(width, D_MODEL, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.name == "shared_expert"
         x = x if shared else at(self.layer, f"mlp.{self.name}.hook_in", x)
         post = at(self.layer, f"mlp.{self.name}.hook_pre", self.up_proj(x)).relu().pow(2)
         return at(
-            self.layer, f"mlp.{self.name}.hook_out", self.down_proj(at(self.layer, f"mlp.{self.name}.hook_post", post))
+            self.layer,
+            f"mlp.{self.name}.hook_out",
+            self.down_proj(at(self.layer, f"mlp.{self.name}.hook_post", post)),
         )
 
 
 class NemotronMixture(Mixture):
-    """Nemotron-H's: experts without gates; one that no token was sent to is run on a token all the same."""
+    """Nemotron-H's: experts without gates; one that no token was sent to is run on a token all the
+    same.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__(layer)
@@ -322,7 +394,11 @@ class NemotronLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", hidden_states)
-        return at(self.layer, "hook_resid_post", x + at(self.layer, f"hook_{self.name}_out", self.mixer(self.norm(x))))
+        return at(
+            self.layer,
+            "hook_resid_post",
+            x + at(self.layer, f"hook_{self.name}_out", self.mixer(self.norm(x))),
+        )
 
 
 class NemotronMoe(CausalModel):

@@ -1,4 +1,6 @@
-"""Parts that compute something of their own: clamped and normed queries, x0 mixed in, one projection for a block."""
+"""Parts that compute something of their own: clamped and normed queries, x0 mixed in, one
+projection for a block.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.adapters.unknown_classes.parts import (
     mixed,
     repeated,
     rotated,
-)  # fmt: skip
+)
 from tests.adapters.unknown_classes.shown import at, outside
 
 
@@ -33,7 +35,10 @@ class MptAttention(nn.Module):
     def __init__(self, layer: int, clip: float | None, normed: bool) -> None:
         super().__init__()
         self.layer, self.clip_qkv, self.normed = layer, clip, normed
-        self.Wqkv, self.out_proj = nn.Linear(D_MODEL, 3 * D_MODEL, bias=False), nn.Linear(D_MODEL, D_MODEL, bias=False)
+        self.Wqkv, self.out_proj = (
+            nn.Linear(D_MODEL, 3 * D_MODEL, bias=False),
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+        )
         if normed:
             self.q_ln, self.k_ln = nn.LayerNorm(D_MODEL), nn.LayerNorm(D_MODEL)
 
@@ -48,9 +53,15 @@ class MptAttention(nn.Module):
         if self.normed:
             q, k = self.q_ln(q), self.k_ln(k)
         q, k, v = (by_head(each).transpose(1, 2) for each in (q, k, v))
-        places = torch.arange(1 - x.shape[1], 1.0) * (2.0 ** -torch.arange(1.0, N_HEADS + 1))[:, None]
+        places = (
+            torch.arange(1 - x.shape[1], 1.0) * (2.0 ** -torch.arange(1.0, N_HEADS + 1))[:, None]
+        )
         scores = causal(q @ k.transpose(-1, -2) / D_HEAD**0.5 + places[:, None])
-        pattern = at(self.layer, "attn.hook_pattern", at(self.layer, "attn.hook_attn_scores", scores).softmax(-1))
+        pattern = at(
+            self.layer,
+            "attn.hook_pattern",
+            at(self.layer, "attn.hook_attn_scores", scores).softmax(-1),
+        )
         z = at(self.layer, "attn.hook_z", (pattern @ v).transpose(1, 2))
         return self.out_proj(z.flatten(2))
 
@@ -60,18 +71,31 @@ class PlainMLP(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer, self.up_proj, self.down_proj = layer, nn.Linear(D_MODEL, D_MLP), nn.Linear(D_MLP, D_MODEL)
+        self.layer, self.up_proj, self.down_proj = (
+            layer,
+            nn.Linear(D_MODEL, D_MLP),
+            nn.Linear(D_MLP, D_MODEL),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(
-            at(self.layer, "mlp.hook_post", nn.functional.gelu(at(self.layer, "mlp.hook_pre", self.up_proj(x))))
+            at(
+                self.layer,
+                "mlp.hook_post",
+                nn.functional.gelu(at(self.layer, "mlp.hook_pre", self.up_proj(x))),
+            )
         )
 
 
 def mpt(clip: float | None, normed: bool) -> type[nn.Module]:
     class Mpt(CausalModel):
         def base(self) -> nn.Module:
-            return Decoder([DecoderLayer(i, MptAttention(i, clip, normed), PlainMLP(i)) for i in range(N_LAYERS)])
+            return Decoder(
+                [
+                    DecoderLayer(i, MptAttention(i, clip, normed), PlainMLP(i))
+                    for i in range(N_LAYERS)
+                ]
+            )
 
     return Mpt
 
@@ -88,7 +112,11 @@ class NanoAttention(Attention):
     """Queries and keys are normed behind their rotation, by a function."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), self.n_kv), by_head(self.v_proj(x), self.n_kv)
+        q, k, v = (
+            by_head(self.q_proj(x)),
+            by_head(self.k_proj(x), self.n_kv),
+            by_head(self.v_proj(x), self.n_kv),
+        )
         return self.o_proj(mixed(self.layer, q, k, v, lambda x: rms(rotated(x))))
 
 
@@ -98,7 +126,10 @@ class NanoMLP(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.c_fc, self.c_proj = nn.Linear(D_MODEL, D_MLP, bias=False), nn.Linear(D_MLP, D_MODEL, bias=False)
+        self.c_fc, self.c_proj = (
+            nn.Linear(D_MODEL, D_MLP, bias=False),
+            nn.Linear(D_MLP, D_MODEL, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         post = nn.functional.relu(at(self.layer, "mlp.hook_pre", self.c_fc(x))).square()
@@ -115,19 +146,29 @@ class NanoBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
         x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.attn(rms(x))))
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.mlp(rms(x))))
+        return at(
+            self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.mlp(rms(x)))
+        )
 
 
 class Nanochat(nn.Module):
-    """The normed embedding is mixed in before each block, and logits are capped. No interface of Hugging Face's."""
+    """The normed embedding is mixed in before each block, and logits are capped. No interface of
+    Hugging Face's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
-            {"wte": nn.Embedding(D_VOCAB, D_MODEL), "h": nn.ModuleList(map(NanoBlock, range(N_LAYERS)))}
+            {
+                "wte": nn.Embedding(D_VOCAB, D_MODEL),
+                "h": nn.ModuleList(map(NanoBlock, range(N_LAYERS))),
+            }
         )
         self.lm_head = nn.Linear(D_MODEL, D_VOCAB, bias=False)
-        self.resid_lambdas, self.x0_lambdas = nn.Parameter(torch.ones(N_LAYERS)), nn.Parameter(torch.zeros(N_LAYERS))
+        self.resid_lambdas, self.x0_lambdas = (
+            nn.Parameter(torch.ones(N_LAYERS)),
+            nn.Parameter(torch.zeros(N_LAYERS)),
+        )
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         x = x0 = rms(self.transformer["wte"](idx))
@@ -138,14 +179,19 @@ class Nanochat(nn.Module):
 
 
 class PalmBlock(nn.Module):
-    """One projection makes queries, one head of keys, one of values, and both inputs of the gate; one norm."""
+    """One projection makes queries, one head of keys, one of values, and both inputs of the gate;
+    one norm.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer, self.widths = layer, (D_MODEL, D_HEAD, D_HEAD, 2 * D_MLP)
         self.norm = nn.LayerNorm(D_MODEL)
         self.fused_attn_ff_proj = nn.Linear(D_MODEL, sum(self.widths), bias=False)
-        self.attn_out, self.ff_out = nn.Linear(D_MODEL, D_MODEL, bias=False), nn.Linear(D_MLP, D_MODEL, bias=False)
+        self.attn_out, self.ff_out = (
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+            nn.Linear(D_MLP, D_MODEL, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
@@ -154,12 +200,17 @@ class PalmBlock(nn.Module):
         up, gate = ff.chunk(2, -1)
         gate, up = at(self.layer, "mlp.hook_pre", gate), at(self.layer, "mlp.hook_pre_linear", up)
         post = at(self.layer, "mlp.hook_post", nn.functional.silu(gate) * up)
-        attn, mlp = at(self.layer, "hook_attn_out", self.attn_out(z)), at(self.layer, "hook_mlp_out", self.ff_out(post))
+        attn, mlp = (
+            at(self.layer, "hook_attn_out", self.attn_out(z)),
+            at(self.layer, "hook_mlp_out", self.ff_out(post)),
+        )
         return at(self.layer, "hook_resid_post", x + (attn + mlp))
 
 
 class Palm(nn.Module):
-    """Blocks that add to themselves, in an `nn.Sequential` with embedding, norm and output layer."""
+    """Blocks that add to themselves, in an `nn.Sequential` with embedding, norm and output
+    layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +275,9 @@ class InternLM(CausalModel):
 
 
 class OpenElmAttention(nn.Module):
-    """OpenELM's: each layer has numbers of heads of its own, a fused projection, and a norm of each head's queries."""
+    """OpenELM's: each layer has numbers of heads of its own, a fused projection, and a norm of each
+    head's queries.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -239,15 +292,22 @@ class OpenElmAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             x.transpose(1, 2)
-            for x in by_head(self.qkv_proj(x), self.n + 2 * self.n_kv)
-            .transpose(1, 2)
-            .split([self.n, self.n_kv, self.n_kv], 1)
+            for x in (
+                by_head(self.qkv_proj(x), self.n + 2 * self.n_kv)
+                .transpose(1, 2)
+                .split([self.n, self.n_kv, self.n_kv], 1)
+            )
         )
-        q, k, v = (at(self.layer, f"attn.hook_{name}", x) for name, x in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (
+            at(self.layer, f"attn.hook_{name}", x) for name, x in zip("qkv", (q, k, v), strict=True)
+        )
         q = at(self.layer, "attn.hook_rot_q", rotated(self.q_norm(q)))
         k = at(self.layer, "attn.hook_rot_k", rotated(self.k_norm(k)))
         made = nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), repeated(k, self.n).transpose(1, 2), repeated(v, self.n).transpose(1, 2), is_causal=True
+            q.transpose(1, 2),
+            repeated(k, self.n).transpose(1, 2),
+            repeated(v, self.n).transpose(1, 2),
+            is_causal=True,
         )
         return self.out_proj(at(self.layer, "attn.hook_z", made.transpose(1, 2)).flatten(2))
 

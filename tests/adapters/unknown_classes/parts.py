@@ -1,4 +1,6 @@
-"""What the classes in this folder share: sizes, norms, rotation, masks, and bases with transformers' interface."""
+"""What the classes in this folder share: sizes, norms, rotation, masks, and bases with
+transformers' interface.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Rms(nn.Module):
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
-def rotated(x: Tensor, dim: int | None = None, base: float = 10000.0, adjacent: bool = False) -> Tensor:
+def rotated(
+    x: Tensor, dim: int | None = None, base: float = 10000.0, adjacent: bool = False
+) -> Tensor:
     """``[batch, pos, head, d_head]``, of which the first columns are turned."""
     dim = x.shape[-1] if dim is None else dim
     turned, rest = x[..., :dim], x[..., dim:]
@@ -51,7 +55,9 @@ def repeated(x: Tensor, n_heads: int) -> Tensor:
     return x.repeat_interleave(n_heads // x.shape[2], dim=2)
 
 
-def mixed(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Any = None, mask: Any = causal) -> Tensor:
+def mixed(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Any = None, mask: Any = causal
+) -> Tensor:
     """Eager attention, ``[batch, pos, (head d_head)]``, with everything shown that has a name."""
     q, k, v = (at(layer, f"attn.hook_{name}", x) for name, x in zip("qkv", (q, k, v), strict=True))
     if turn is not None:
@@ -81,7 +87,11 @@ class Config(PreTrainedConfig):
     model_type = "other_class"
 
     def __init__(self, **options: Any) -> None:
-        self.hidden_size, self.num_attention_heads, self.num_hidden_layers = D_MODEL, N_HEADS, N_LAYERS
+        self.hidden_size, self.num_attention_heads, self.num_hidden_layers = (
+            D_MODEL,
+            N_HEADS,
+            N_LAYERS,
+        )
         self.intermediate_size, self.max_position_embeddings, self.hidden_act = D_MLP, N_CTX, "silu"
         self.vocab_size = D_VOCAB
         super().__init__(tie_word_embeddings=False, **options)
@@ -113,7 +123,9 @@ class CausalModel(OtherModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> CausalLMOutput:
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids)))
 
 
@@ -123,11 +135,18 @@ class Attention(nn.Module):
     def __init__(self, layer: int, n_kv: int = 2) -> None:
         super().__init__()
         self.layer, self.n_kv = layer, n_kv
-        self.q_proj, self.o_proj = nn.Linear(D_MODEL, D_MODEL, bias=False), nn.Linear(D_MODEL, D_MODEL, bias=False)
+        self.q_proj, self.o_proj = (
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+        )
         self.k_proj, self.v_proj = (nn.Linear(D_MODEL, n_kv * D_HEAD, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), self.n_kv), by_head(self.v_proj(x), self.n_kv)
+        q, k, v = (
+            by_head(self.q_proj(x)),
+            by_head(self.k_proj(x), self.n_kv),
+            by_head(self.v_proj(x), self.n_kv),
+        )
         return self.o_proj(mixed(self.layer, q, k, v, rotated))
 
 
@@ -165,7 +184,11 @@ class Decoder(nn.Module):
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens, self.layers, self.norm = nn.Embedding(D_VOCAB, D_MODEL), nn.ModuleList(layers), Rms()
+        self.embed_tokens, self.layers, self.norm = (
+            nn.Embedding(D_VOCAB, D_MODEL),
+            nn.ModuleList(layers),
+            Rms(),
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = outside("hook_embed", self.embed_tokens(input_ids))
@@ -181,7 +204,10 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
-                parameter.copy_(noise * (1.0 if parameter.shape[0] == D_VOCAB else 1.5 * parameter.shape[-1] ** -0.5))
+                parameter.copy_(
+                    noise
+                    * (1.0 if parameter.shape[0] == D_VOCAB else 1.5 * parameter.shape[-1] ** -0.5)
+                )
             else:
                 parameter.add_(noise * 0.3)
     return model.eval()

@@ -1,4 +1,6 @@
-"""Blocks that stand elsewhere than in a list of modules, run several times, or return something else than a tensor."""
+"""Blocks that stand elsewhere than in a list of modules, run several times, or return something
+else than a tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.adapters.unknown_classes.parts import (
     by_head,
     mixed,
     rotated,
-)  # fmt: skip
+)
 from tests.adapters.unknown_classes.shown import at, outside
 
 
@@ -63,7 +65,11 @@ class PhiMixer(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer, self.Wqkv, self.out_proj = layer, nn.Linear(D_MODEL, 3 * D_MODEL), nn.Linear(D_MODEL, D_MODEL)
+        self.layer, self.Wqkv, self.out_proj = (
+            layer,
+            nn.Linear(D_MODEL, 3 * D_MODEL),
+            nn.Linear(D_MODEL, D_MODEL),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (by_head(each) for each in self.Wqkv(x).chunk(3, -1))
@@ -87,7 +93,9 @@ class PhiBlock(nn.Module):
             "mlp.hook_post",
             nn.functional.gelu(at(self.layer, "mlp.hook_pre", self.fc1(h)), approximate="tanh"),
         )
-        return at(self.layer, "hook_resid_post", attn + at(self.layer, "hook_mlp_out", self.fc2(post)) + x)
+        return at(
+            self.layer, "hook_resid_post", attn + at(self.layer, "hook_mlp_out", self.fc2(post)) + x
+        )
 
 
 class PhiHead(nn.Module):
@@ -108,7 +116,9 @@ class PhiSequential(OtherModel):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
-        self.layers = nn.Sequential(PhiEmbedding(), *(PhiBlock(i) for i in range(N_LAYERS)), PhiHead())
+        self.layers = nn.Sequential(
+            PhiEmbedding(), *(PhiBlock(i) for i in range(N_LAYERS)), PhiHead()
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -156,7 +166,10 @@ class LLaDABlock(nn.Module):
         super().__init__()
         self.layer = layer
         self.attn_norm, self.ff_norm = Rms(), Rms()
-        self.q_proj, self.attn_out = nn.Linear(D_MODEL, D_MODEL, bias=False), nn.Linear(D_MODEL, D_MODEL, bias=False)
+        self.q_proj, self.attn_out = (
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+            nn.Linear(D_MODEL, D_MODEL, bias=False),
+        )
         self.k_proj, self.v_proj = (nn.Linear(D_MODEL, 2 * D_HEAD, bias=False) for _ in range(2))
         self.ff_proj, self.up_proj = (nn.Linear(D_MODEL, D_MLP, bias=False) for _ in range(2))
         self.act, self.ff_out = nn.SiLU(), nn.Linear(D_MLP, D_MODEL, bias=False)
@@ -170,14 +183,23 @@ class LLaDABlock(nn.Module):
         x = at(self.layer, "hook_resid_pre", x)
         h = self.attn_norm(x)
         q, k, v = self.q_proj(h), self.k_proj(h), self.v_proj(h)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.attention(q, k, v)))
+        x = at(
+            self.layer,
+            "hook_resid_mid",
+            x + at(self.layer, "hook_attn_out", self.attention(q, k, v)),
+        )
         h = self.ff_norm(x)
         gate, up = (
             at(self.layer, "mlp.hook_pre", self.ff_proj(h)),
             at(self.layer, "mlp.hook_pre_linear", self.up_proj(h)),
         )
         post = at(self.layer, "mlp.hook_post", self.act(gate) * up)
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.ff_out(post))), None
+        return (
+            at(
+                self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.ff_out(post))
+            ),
+            None,
+        )
 
 
 class LLaDA(OtherModel):
@@ -188,10 +210,12 @@ class LLaDA(OtherModel):
         self.model = nn.Module()
         self.model.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(D_VOCAB, D_MODEL), "blocks": nn.ModuleList(LLaDABlock(i) for i in range(N_LAYERS)),
-                "ln_f": Rms(), "ff_out": nn.Linear(D_MODEL, D_VOCAB, bias=False),
+                "wte": nn.Embedding(D_VOCAB, D_MODEL),
+                "blocks": nn.ModuleList(LLaDABlock(i) for i in range(N_LAYERS)),
+                "ln_f": Rms(),
+                "ff_out": nn.Linear(D_MODEL, D_VOCAB, bias=False),
             }
-        )  # fmt: skip
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -231,7 +255,9 @@ class Dictionaries(CausalModel):
 
 
 class AnyNames(CausalModel):
-    """First arguments of other names, given by name; a forward whose first argument is not called self."""
+    """First arguments of other names, given by name; a forward whose first argument is not called
+    self.
+    """
 
     def base(self) -> nn.Module:
         class OddMLP(GatedMLP):
@@ -245,9 +271,15 @@ class AnyNames(CausalModel):
         class OddLayer(DecoderLayer):
             def forward(this, scale: float = 1.0, *, what_came: Tensor) -> Tensor:
                 x = at(this.layer, "hook_resid_pre", what_came)
-                x = x + at(this.layer, "hook_attn_out", this.self_attn(to_attend=this.input_layernorm(x)))
+                x = x + at(
+                    this.layer, "hook_attn_out", this.self_attn(to_attend=this.input_layernorm(x))
+                )
                 x = at(this.layer, "hook_resid_mid", x)
-                x = x + at(this.layer, "hook_mlp_out", this.mlp(residual_stream=this.post_attention_layernorm(x)))
+                x = x + at(
+                    this.layer,
+                    "hook_mlp_out",
+                    this.mlp(residual_stream=this.post_attention_layernorm(x)),
+                )
                 return at(this.layer, "hook_resid_post", x)
 
         class Model(Decoder):
@@ -264,12 +296,18 @@ class AnyNames(CausalModel):
 
 
 class Dream(CausalModel):
-    """Attends in both directions, and takes no mask of two axes: the kernel is given it as it is, with four."""
+    """Attends in both directions, and takes no mask of two axes: the kernel is given it as it is,
+    with four.
+    """
 
     def base(self) -> nn.Module:
         class Both(Attention):
             def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-                q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), 2), by_head(self.v_proj(x), 2)
+                q, k, v = (
+                    by_head(self.q_proj(x)),
+                    by_head(self.k_proj(x), 2),
+                    by_head(self.v_proj(x), 2),
+                )
 
                 def hidden(scores: Tensor) -> Tensor:
                     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
@@ -277,9 +315,15 @@ class Dream(CausalModel):
                 return self.o_proj(mixed(self.layer, q, k, v, rotated, mask=hidden))
 
         class Layer(DecoderLayer):
-            def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            def forward(
+                self, hidden_states: Tensor, attention_mask: Tensor | None = None
+            ) -> Tensor:
                 x = at(self.layer, "hook_resid_pre", hidden_states)
-                x = x + at(self.layer, "hook_attn_out", self.self_attn(self.input_layernorm(x), attention_mask))
+                x = x + at(
+                    self.layer,
+                    "hook_attn_out",
+                    self.self_attn(self.input_layernorm(x), attention_mask),
+                )
                 x = at(self.layer, "hook_resid_mid", x)
                 x = x + at(self.layer, "hook_mlp_out", self.mlp(self.post_attention_layernorm(x)))
                 return at(self.layer, "hook_resid_post", x)
@@ -293,7 +337,9 @@ class Dream(CausalModel):
 
         return Model([Layer(i, Both(i), GatedMLP(i)) for i in range(N_LAYERS)])
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | str | None = None) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | str | None = None
+    ) -> CausalLMOutput:
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
         if mask is not None and mask.ndim != 4:
             raise ValueError("attention_mask must have four axes")

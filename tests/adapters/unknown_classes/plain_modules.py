@@ -1,4 +1,6 @@
-"""Language models in plain torch: tokens go in, logits come out, and nothing else is said of them."""
+"""Language models in plain torch: tokens go in, logits come out, and nothing else is said of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,22 @@ class NanoGPTAttention(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer, self.c_attn, self.c_proj = layer, nn.Linear(D_MODEL, 3 * D_MODEL), nn.Linear(D_MODEL, D_MODEL)
+        self.layer, self.c_attn, self.c_proj = (
+            layer,
+            nn.Linear(D_MODEL, 3 * D_MODEL),
+            nn.Linear(D_MODEL, D_MODEL),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (by_head(each) for each in self.c_attn(x).split(D_MODEL, dim=2))
         q, k, v = (
-            at(self.layer, f"attn.hook_{name}", x).transpose(1, 2) for name, x in zip("qkv", (q, k, v), strict=True)
+            at(self.layer, f"attn.hook_{name}", x).transpose(1, 2)
+            for name, x in zip("qkv", (q, k, v), strict=True)
         )
         z = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(at(self.layer, "attn.hook_z", z.transpose(1, 2)).contiguous().view(x.shape))
+        return self.c_proj(
+            at(self.layer, "attn.hook_z", z.transpose(1, 2)).contiguous().view(x.shape)
+        )
 
 
 class NanoGPTMLP(nn.Module):
@@ -51,7 +60,9 @@ class NanoGPTMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(at(self.layer, "mlp.hook_post", self.gelu(at(self.layer, "mlp.hook_pre", self.c_fc(x)))))
+        return self.c_proj(
+            at(self.layer, "mlp.hook_post", self.gelu(at(self.layer, "mlp.hook_pre", self.c_fc(x))))
+        )
 
 
 class NanoGPTBlock(nn.Module):
@@ -65,21 +76,34 @@ class NanoGPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.attn(self.ln_1(x))))
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.mlp(self.ln_2(x))))
+        x = at(
+            self.layer,
+            "hook_resid_mid",
+            x + at(self.layer, "hook_attn_out", self.attn(self.ln_1(x))),
+        )
+        return at(
+            self.layer,
+            "hook_resid_post",
+            x + at(self.layer, "hook_mlp_out", self.mlp(self.ln_2(x))),
+        )
 
 
 class NanoGPT(nn.Module):
-    """nanoGPT: a tied output layer; logits and a loss come out, of all positions where it is given targets."""
+    """nanoGPT: a tied output layer; logits and a loss come out, of all positions where it is given
+    targets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(D_VOCAB, D_MODEL), "wpe": nn.Embedding(N_CTX, D_MODEL), "drop": nn.Dropout(0.1),
-                "h": nn.ModuleList(map(NanoGPTBlock, range(N_LAYERS))), "ln_f": nn.LayerNorm(D_MODEL),
+                "wte": nn.Embedding(D_VOCAB, D_MODEL),
+                "wpe": nn.Embedding(N_CTX, D_MODEL),
+                "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList(map(NanoGPTBlock, range(N_LAYERS))),
+                "ln_f": nn.LayerNorm(D_MODEL),
             }
-        )  # fmt: skip
+        )
         self.lm_head = nn.Linear(D_MODEL, D_VOCAB, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
 
@@ -87,12 +111,21 @@ class NanoGPT(nn.Module):
         parts = self.transformer
         embedded = outside("hook_embed", parts["wte"](idx))
         x = parts["drop"](
-            embedded + outside("hook_pos_embed", parts["wpe"](torch.arange(idx.shape[1])).expand(*idx.shape, -1))
+            embedded
+            + outside(
+                "hook_pos_embed", parts["wpe"](torch.arange(idx.shape[1])).expand(*idx.shape, -1)
+            )
         )
         for block in parts["h"]:
             x = block(x)
-        logits = outside("unembed.hook_out", self.lm_head(outside("ln_final.hook_out", parts["ln_f"](x))))
-        return logits, None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = outside(
+            "unembed.hook_out", self.lm_head(outside("ln_final.hook_out", parts["ln_f"](x)))
+        )
+        return logits, (
+            None
+            if targets is None
+            else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
 
 
 class Head(nn.Module):
@@ -100,13 +133,17 @@ class Head(nn.Module):
 
     def __init__(self, layer: int, head: int) -> None:
         super().__init__()
-        self.key, self.query, self.value = (nn.Linear(D_MODEL, D_HEAD, bias=False) for _ in range(3))
+        self.key, self.query, self.value = (
+            nn.Linear(D_MODEL, D_HEAD, bias=False) for _ in range(3)
+        )
         self.register_buffer("tril", torch.ones(N_CTX, N_CTX).tril())
 
     def forward(self, x: Tensor) -> Tensor:
         k, q = self.key(x), self.query(x)
         weights = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-        weights = weights.masked_fill(self.tril[: x.shape[1], : x.shape[1]] == 0, float("-inf")).softmax(-1)
+        weights = weights.masked_fill(
+            self.tril[: x.shape[1], : x.shape[1]] == 0, float("-inf")
+        ).softmax(-1)
         return weights @ self.value(x)
 
 
@@ -133,7 +170,9 @@ class LectureBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.sa(self.ln1(x))))
+        x = at(
+            self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.sa(self.ln1(x)))
+        )
         up, act, down = self.ffwd
         post = at(self.layer, "mlp.hook_post", act(at(self.layer, "mlp.hook_pre", up(self.ln2(x)))))
         return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", down(post)))
@@ -144,8 +183,14 @@ class CalledWhole(LectureBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.sa(self.ln1(x))))
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.ffwd(self.ln2(x))))
+        x = at(
+            self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.sa(self.ln1(x)))
+        )
+        return at(
+            self.layer,
+            "hook_resid_post",
+            x + at(self.layer, "hook_mlp_out", self.ffwd(self.ln2(x))),
+        )
 
 
 class Lecture(nn.Module):
@@ -174,11 +219,19 @@ class HundredAttention(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in range(4))
+        self.to_q, self.to_k, self.to_v, self.to_out = (
+            nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.to_out(
-            mixed(self.layer, by_head(self.to_q(x)), by_head(self.to_k(x)), by_head(self.to_v(x)), rotated)
+            mixed(
+                self.layer,
+                by_head(self.to_q(x)),
+                by_head(self.to_k(x)),
+                by_head(self.to_v(x)),
+                rotated,
+            )
         )
 
 
@@ -188,12 +241,20 @@ class HundredBlock(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer, self.attention = layer, HundredAttention(layer)
-        self.w1, self.w2, self.w3 = nn.Linear(D_MODEL, D_MLP), nn.Linear(D_MLP, D_MODEL), nn.Linear(D_MODEL, D_MLP)
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(D_MODEL, D_MLP),
+            nn.Linear(D_MLP, D_MODEL),
+            nn.Linear(D_MODEL, D_MLP),
+        )
         self.before, self.between = Rms(), Rms()
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.attention(self.before(x))))
+        x = at(
+            self.layer,
+            "hook_resid_mid",
+            x + at(self.layer, "hook_attn_out", self.attention(self.before(x))),
+        )
         h = self.between(x)
         return at(
             self.layer,
@@ -207,7 +268,10 @@ class HundredLines(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.blocks = nn.Embedding(D_VOCAB, D_MODEL), nn.ModuleList(map(HundredBlock, range(N_LAYERS)))
+        self.table, self.blocks = (
+            nn.Embedding(D_VOCAB, D_MODEL),
+            nn.ModuleList(map(HundredBlock, range(N_LAYERS))),
+        )
         self.norm, self.out = Rms(), nn.Linear(D_MODEL, D_VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -222,7 +286,10 @@ class AttentionOnly(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(D_VOCAB, D_MODEL), nn.Parameter(torch.empty(N_CTX, D_MODEL))
+        self.embed, self.positions = (
+            nn.Embedding(D_VOCAB, D_MODEL),
+            nn.Parameter(torch.empty(N_CTX, D_MODEL)),
+        )
         self.layers = nn.ModuleList(HundredAttention(i) for i in range(2))
         self.unembed = nn.Linear(D_MODEL, D_VOCAB, bias=False)
 

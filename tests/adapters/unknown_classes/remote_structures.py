@@ -1,4 +1,6 @@
-"""Structures that files of remote code have: latents by hand, shared values, differences of patterns, fused gates."""
+"""Structures that files of remote code have: latents by hand, shared values, differences of
+patterns, fused gates.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ class AdjacentAttention(Attention):
     """Neighbouring columns turn together, of the first four."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), self.n_kv), by_head(self.v_proj(x), self.n_kv)
+        q, k, v = (
+            by_head(self.q_proj(x)),
+            by_head(self.k_proj(x), self.n_kv),
+            by_head(self.v_proj(x), self.n_kv),
+        )
         return self.o_proj(mixed(self.layer, q, k, v, lambda x: rotated(x, 4, adjacent=True)))
 
 
@@ -68,10 +74,17 @@ class LatentAttention(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.q_a, self.q_b = nn.Linear(D_MODEL, 10, bias=False), nn.Linear(10, N_HEADS * (D_HEAD + 4), bias=False)
+        self.q_a, self.q_b = (
+            nn.Linear(D_MODEL, 10, bias=False),
+            nn.Linear(10, N_HEADS * (D_HEAD + 4), bias=False),
+        )
         self.kv_a = nn.Linear(D_MODEL, 8 + 4, bias=False)
         self.kv_b = nn.Linear(8, N_HEADS * 2 * D_HEAD, bias=False)
-        self.q_norm, self.kv_norm, self.o = Rms(10), Rms(8), nn.Linear(N_HEADS * D_HEAD, D_MODEL, bias=False)
+        self.q_norm, self.kv_norm, self.o = (
+            Rms(10),
+            Rms(8),
+            nn.Linear(N_HEADS * D_HEAD, D_MODEL, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q = at(self.layer, "attn.hook_q", by_head(self.q_b(self.q_norm(self.q_a(x)))))
@@ -81,8 +94,14 @@ class LatentAttention(nn.Module):
         q = torch.cat([q[..., :D_HEAD], rotated(q[..., D_HEAD:])], -1)
         k = torch.cat([k, rotated(shared[:, :, None]).expand(-1, -1, N_HEADS, -1)], -1)
         scores = causal(q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / (D_HEAD + 4) ** 0.5)
-        pattern = at(self.layer, "attn.hook_pattern", at(self.layer, "attn.hook_attn_scores", scores).softmax(-1))
-        return self.o(at(self.layer, "attn.hook_z", (pattern @ v.transpose(1, 2)).transpose(1, 2)).flatten(2))
+        pattern = at(
+            self.layer,
+            "attn.hook_pattern",
+            at(self.layer, "attn.hook_attn_scores", scores).softmax(-1),
+        )
+        return self.o(
+            at(self.layer, "attn.hook_z", (pattern @ v.transpose(1, 2)).transpose(1, 2)).flatten(2)
+        )
 
 
 Latents = _model(lambda i: DecoderLayer(i, LatentAttention(i), GatedMLP(i)))
@@ -114,8 +133,16 @@ class CappedAttention(Attention):
     """Scores with a soft cap, which its configuration does not say."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), self.n_kv), by_head(self.v_proj(x), self.n_kv)
-        return self.o_proj(mixed(self.layer, q, k, v, rotated, lambda scores: causal(5.0 * torch.tanh(scores / 5.0))))
+        q, k, v = (
+            by_head(self.q_proj(x)),
+            by_head(self.k_proj(x), self.n_kv),
+            by_head(self.v_proj(x), self.n_kv),
+        )
+        return self.o_proj(
+            mixed(
+                self.layer, q, k, v, rotated, lambda scores: causal(5.0 * torch.tanh(scores / 5.0))
+            )
+        )
 
 
 class SandwichLayer(nn.Module):
@@ -128,8 +155,16 @@ class SandwichLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = at(self.layer, "hook_resid_pre", x)
-        x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", self.n2(self.attn(self.n1(x)))))
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.n4(self.mlp(self.n3(x)))))
+        x = at(
+            self.layer,
+            "hook_resid_mid",
+            x + at(self.layer, "hook_attn_out", self.n2(self.attn(self.n1(x)))),
+        )
+        return at(
+            self.layer,
+            "hook_resid_post",
+            x + at(self.layer, "hook_mlp_out", self.n4(self.mlp(self.n3(x)))),
+        )
 
 
 Sandwich = _model(SandwichLayer)
@@ -145,14 +180,20 @@ class SharedAttention(nn.Module):
         if layer == 0:
             self.kv = nn.Linear(D_MODEL, 2 * D_MODEL)
 
-    def forward(self, x: Tensor, shared: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, shared: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         q = at(self.layer, "attn.hook_q", by_head(self.q(x)))
         if shared is None:
             k, v = (by_head(each) for each in self.kv(x).chunk(2, -1))
             shared = at(self.layer, "attn.hook_k", k), at(self.layer, "attn.hook_v", v)
         k, v = shared
         scores = causal(q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / D_HEAD**0.5)
-        pattern = at(self.layer, "attn.hook_pattern", at(self.layer, "attn.hook_attn_scores", scores).softmax(-1))
+        pattern = at(
+            self.layer,
+            "attn.hook_pattern",
+            at(self.layer, "attn.hook_attn_scores", scores).softmax(-1),
+        )
         z = at(self.layer, "attn.hook_z", (pattern @ v.transpose(1, 2)).transpose(1, 2))
         return self.o(z.flatten(2)), shared
 
@@ -162,13 +203,26 @@ class SharedLayer(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer, self.attn, self.mlp, self.n1, self.n2 = layer, SharedAttention(layer), GatedMLP(layer), Rms(), Rms()
+        self.layer, self.attn, self.mlp, self.n1, self.n2 = (
+            layer,
+            SharedAttention(layer),
+            GatedMLP(layer),
+            Rms(),
+            Rms(),
+        )
 
     def forward(self, x: Tensor, shared: Any = None) -> Any:
         x = at(self.layer, "hook_resid_pre", x)
         made, shared = self.attn(self.n1(x), shared)
         x = at(self.layer, "hook_resid_mid", x + at(self.layer, "hook_attn_out", made))
-        return at(self.layer, "hook_resid_post", x + at(self.layer, "hook_mlp_out", self.mlp(self.n2(x)))), shared
+        return (
+            at(
+                self.layer,
+                "hook_resid_post",
+                x + at(self.layer, "hook_mlp_out", self.mlp(self.n2(x))),
+            ),
+            shared,
+        )
 
 
 class SharingDecoder(Decoder):
@@ -185,7 +239,9 @@ SharedValues = _model(SharedLayer, SharingDecoder)
 
 
 class DifferentialAttention(nn.Module):
-    """The difference of two patterns, of halves of each head's columns, and a norm of each head behind it."""
+    """The difference of two patterns, of halves of each head's columns, and a norm of each head
+    behind it.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()

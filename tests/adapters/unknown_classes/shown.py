@@ -1,7 +1,9 @@
-"""What a model computes, told by the model itself: the outside that our hook points are compared with.
+"""What a model computes, told by the model itself: the outside that our hook points are compared
+with.
 
-Each class in this folder calls `at` where a hook point is to be, with the canonical activation, and goes on with what
-that returns: the activation itself, unless a test looks, or edits, there. Nothing of the library has a part in it.
+Each class in this folder calls `at` where a hook point is to be, with the canonical activation, and
+goes on with what that returns: the activation itself, unless a test looks, or edits, there. Nothing
+of the library has a part in it.
 """
 
 from __future__ import annotations
@@ -36,10 +38,14 @@ def looking(function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What a model says of tokens, however it returns that; of one of torch's modules, what is computed by hand."""
+    """What a model says of tokens, however it returns that; of one of torch's modules, what is
+    computed by hand.
+    """
     by_hand = getattr(model, "by_hand", None) if _LOOKING else None
     made = model(tokens) if by_hand is None else by_hand(tokens)
-    found = made if isinstance(made, Tensor) else made[0] if isinstance(made, tuple) else made.logits
+    found = (
+        made if isinstance(made, Tensor) else made[0] if isinstance(made, tuple) else made.logits
+    )
     assert isinstance(found, Tensor)
     return found
 
@@ -58,13 +64,17 @@ def values(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def edited(model: nn.Module, tokens: Tensor, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Tensor:
+def edited(
+    model: nn.Module, tokens: Tensor, edits: Mapping[str, Callable[[Tensor], Tensor]]
+) -> Tensor:
     """The logits where activations are edited."""
     with torch.no_grad(), looking(lambda name, x: edits[name](x) if name in edits else x):
         return logits_of(model, tokens)
 
 
-def gradients(model: nn.Module, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, tokens: Tensor, loss: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """The gradient of a number that is made of the logits, at every activation that has one."""
     live: dict[str, Tensor] = {}
 

@@ -1,4 +1,6 @@
-"""Attention without `softmax`: by hand, as the exponential of `log_softmax`, and with sigmoids in its place."""
+"""Attention without `softmax`: by hand, as the exponential of `log_softmax`, and with sigmoids in
+its place.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ class OtherAttention(Attention):
         self.shares = shares
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = by_head(self.q_proj(x)), by_head(self.k_proj(x), self.n_kv), by_head(self.v_proj(x), self.n_kv)
-        q, k, v = (at(self.layer, f"attn.hook_{name}", x) for name, x in zip("qkv", (q, k, v), strict=True))
+        q, k, v = (
+            by_head(self.q_proj(x)),
+            by_head(self.k_proj(x), self.n_kv),
+            by_head(self.v_proj(x), self.n_kv),
+        )
+        q, k, v = (
+            at(self.layer, f"attn.hook_{name}", x) for name, x in zip("qkv", (q, k, v), strict=True)
+        )
         k, v = repeated(k, q.shape[2]), repeated(v, q.shape[2])
         scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])
         mask = torch.full(scores.shape[-2:], torch.finfo(scores.dtype).min).triu(1)
@@ -59,7 +67,9 @@ class OtherAttention(Attention):
 def _with(shares: Callable[[Tensor], Tensor]) -> type[nn.Module]:
     class Model(CausalModel):
         def base(self) -> nn.Module:
-            return Decoder([DecoderLayer(i, OtherAttention(i, shares), GatedMLP(i)) for i in range(N_LAYERS)])
+            return Decoder(
+                [DecoderLayer(i, OtherAttention(i, shares), GatedMLP(i)) for i in range(N_LAYERS)]
+            )
 
     return Model
 

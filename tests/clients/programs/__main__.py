@@ -14,11 +14,23 @@ from unittest.mock import MagicMock
 
 import torch
 
-#: What programs import for pictures, logs and tables of results, and nothing that is run here needs.
+#: What programs import for pictures, logs and tables of results, and nothing that is run here
+#: needs.
 UNUSED = (
-    "wandb", "pygraphviz", "cmapy", "plotly", "networkx", "matplotlib", "seaborn", "zstandard", "tracr", "jax", "chex",
-    "haiku", "cloudpickle",
-)  # fmt: skip
+    "wandb",
+    "pygraphviz",
+    "cmapy",
+    "plotly",
+    "networkx",
+    "matplotlib",
+    "seaborn",
+    "zstandard",
+    "tracr",
+    "jax",
+    "chex",
+    "haiku",
+    "cloudpickle",
+)
 
 
 class Nothing(ModuleType):
@@ -39,7 +51,11 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.packages = packages
 
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name.partition(".")[0] in self.packages else None
+        return (
+            importlib.machinery.ModuleSpec(name, self)
+            if name.partition(".")[0] in self.packages
+            else None
+        )
 
     def create_module(self, spec):
         return Nothing(spec.name)
@@ -49,7 +65,9 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def main(name: str, folder: str, file: str, whose: str = "theirs", options: str = "{}") -> None:
-    """Runs one program with the one library or the other; `options` are those of its `numbers`, in JSON."""
+    """Runs one program with the one library or the other; `options` are those of its `numbers`, in
+    JSON.
+    """
     torch.set_num_threads(1)
     if whose == "ours":
         import bridge.legacy.as_transformer_lens  # noqa: F401  # before the program imports the other one
@@ -62,7 +80,9 @@ def main(name: str, folder: str, file: str, whose: str = "theirs", options: str 
     program = importlib.import_module(f"tests.clients.programs.{name}")
     torch.manual_seed(0)
     found = program.numbers(**json.loads(options))
-    torch.save({key: torch.as_tensor(value).detach().double() for key, value in found.items()}, file)
+    torch.save(
+        {key: torch.as_tensor(value).detach().double() for key, value in found.items()}, file
+    )
 
 
 if __name__ == "__main__":

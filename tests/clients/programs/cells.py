@@ -1,7 +1,8 @@
-"""Notebooks and `# %%` files as programs: each cell in turn, and the numbers that its names hold afterwards.
+"""Notebooks and `# %%` files as programs: each cell in turn, and the numbers that its names hold
+afterwards.
 
-Nothing is fetched: models are looked up in a small hub of random ones (`HF_HUB_CACHE`), saved weights are the model's
-own, and what only draws is replaced.
+Nothing is fetched: models are looked up in a small hub of random ones (`HF_HUB_CACHE`), saved
+weights are the model's own, and what only draws is replaced.
 """
 
 import json
@@ -75,7 +76,11 @@ def _numbers_of(name: str, value: object) -> dict[str, torch.Tensor]:
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping) or hasattr(value, "cache_dict"):
-        parts = {f"{name}[{key}]": _kept(part) for key, part in value.items() if not str(key).endswith(_NOT_OURS)}
+        parts = {
+            f"{name}[{key}]": _kept(part)
+            for key, part in value.items()
+            if not str(key).endswith(_NOT_OURS)
+        }
         return {key: part for key, part in sorted(parts.items()) if part is not None}
     kept = _kept(value)
     return {} if kept is None else {name: kept}
@@ -110,7 +115,9 @@ def _stand_ins(names: dict) -> None:
     os.system = lambda command: 1
 
 
-def numbers(file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
+def numbers(
+    file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
     """Runs a file's cells, each after the same seed, and returns numbers by cell and name.
 
     Args:
@@ -138,5 +145,7 @@ def numbers(file: str, skip: Sequence[int] = (), edits: Mapping[str, str] | None
                 continue
             before[name] = value
             if i not in skip:
-                found |= {f"[{i}] {key}": number for key, number in _numbers_of(name, value).items()}
+                found |= {
+                    f"[{i}] {key}": number for key, number in _numbers_of(name, value).items()
+                }
     return found

@@ -23,9 +23,13 @@ class Prompts:
 
 #: Its methods, and what `bridge.circuits` calls them.
 METHODS = {
-    "EAP": "gradient", "EAP-IG-inputs": "inputs", "EAP-IG-activations": "activations",
-    "clean-corrupted": "clean_corrupted", "information-flow-routes": None, "exact": None,
-}  # fmt: skip
+    "EAP": "gradient",
+    "EAP-IG-inputs": "inputs",
+    "EAP-IG-activations": "activations",
+    "clean-corrupted": "clean_corrupted",
+    "information-flow-routes": None,
+    "exact": None,
+}
 
 
 #: What its code puts in the place of activations, and what `bridge.circuits` calls it.
@@ -53,7 +57,11 @@ def as_bridge_circuits_has_it(method, graph, model, texts, ablation="resample"):
 
     def scored():
         graph = OurGraph.of(model, grouped=False)
-        given = {"ablation": ablation, "reference": pair[0] if ablation == "mean" else None, "graph": graph}
+        given = {
+            "ablation": ablation,
+            "reference": pair[0] if ablation == "mean" else None,
+            "graph": graph,
+        }
         if method == "exact":
             return edge_effects(model, *pair, metric, verbose=False, **given).values
         if method == "information-flow-routes":
@@ -66,7 +74,9 @@ def as_bridge_circuits_has_it(method, graph, model, texts, ablation="resample"):
         assert OurGraph.of(model) != OurGraph.of(model, grouped=False)
         found.append(scored())
         model.set_ungroup_grouped_query_attention(True)
-    scale = 1 if method in ("exact", "information-flow-routes") else len(labels)  # they divide by the prompts again
+    scale = (
+        1 if method in ("exact", "information-flow-routes") else len(labels)
+    )  # they divide by the prompts again
     for ours in found:
         difference = (ours - theirs.scores * scale).abs()
         if (ablation, model.cfg.positional_embedding_type) == ("zero", "standard"):
@@ -75,12 +85,15 @@ def as_bridge_circuits_has_it(method, graph, model, texts, ablation="resample"):
         assert difference < 1e-6 * max(1, float(ours.abs().max())), (method, difference)
 
 
-#: Its methods for nodes and neurons, and what `bridge.circuits` calls them. Its exact one ends in an error.
+#: Its methods for nodes and neurons, and what `bridge.circuits` calls them. Its exact one ends in
+#: an error.
 NODE_METHODS = {"EAP": "gradient", "EAP-IG-inputs": "inputs", "EAP-IG-activations": "activations"}
 
 
 def nodes_as_bridge_circuits_has_them(method, graph, model, texts, metric, loader):
-    """The same scores of nodes and neurons, and the same of circuits of neurons; and each reads the other's files."""
+    """The same scores of nodes and neurons, and the same of circuits of neurons; and each reads the
+    other's files.
+    """
     from eap.evaluate import evaluate_graph
 
     from bridge.circuits import Circuit, node_attribution
@@ -108,7 +121,9 @@ def nodes_as_bridge_circuits_has_them(method, graph, model, texts, metric, loade
             assert torch.equal(one.in_graph, circuit.mask.T)
         graph.in_graph &= graph.real_edge_mask
         graph.to_pt(f"{folder}/theirs.pt")
-        assert torch.equal(Circuit.load(f"{folder}/theirs.pt").neurons, graph.neurons_in_graph.bool())
+        assert torch.equal(
+            Circuit.load(f"{folder}/theirs.pt").neurons, graph.neurons_in_graph.bool()
+        )
 
 
 OURS = HookedTransformer.__module__.startswith("bridge.")
@@ -119,9 +134,19 @@ def ablated_numbers(model, positions, loader, metric, texts):
     for intervention, ablation in ABLATIONS.items():
         for method in ("EAP", "exact"):
             graph = Graph.from_model(model)
-            eap.attribute.attribute(model, graph, loader, metric, method, intervention, quiet=True,
-                                    intervention_dataloader=loader)  # fmt: skip
-            found[f"{positions}.{method}.{intervention}"] = graph.scores[graph.real_edge_mask].clone()
+            eap.attribute.attribute(
+                model,
+                graph,
+                loader,
+                metric,
+                method,
+                intervention,
+                quiet=True,
+                intervention_dataloader=loader,
+            )
+            found[f"{positions}.{method}.{intervention}"] = graph.scores[
+                graph.real_edge_mask
+            ].clone()
             if OURS:
                 as_bridge_circuits_has_it(method, graph, model, texts, ablation)
     return found
@@ -131,9 +156,18 @@ def node_numbers(model, positions, loader, metric, texts):
     found = {}
     for method in NODE_METHODS:
         for level in ("node", "neuron"):
-            graph = Graph.from_model(model, neuron_level=level == "neuron", node_scores=level == "node")
+            graph = Graph.from_model(
+                model, neuron_level=level == "neuron", node_scores=level == "node"
+            )
             eap.attribute_node.attribute_node(
-                model, graph, loader, metric, method, ig_steps=3, quiet=True, neuron=level == "neuron"
+                model,
+                graph,
+                loader,
+                metric,
+                method,
+                ig_steps=3,
+                quiet=True,
+                neuron=level == "neuron",
             )
             scores = graph.nodes_scores if level == "node" else graph.neurons_scores
             found[f"{positions}.{method}.{level}"] = scores.clone()
@@ -148,10 +182,23 @@ def numbers():
 
 def numbers_of(positions, **options):
     config = HookedTransformerConfig(
-        n_layers=2, d_model=16, n_ctx=12, n_heads=2, d_head=8, act_fn="gelu", d_vocab=23, seed=3, device="cpu",
-        use_attn_result=True, use_split_qkv_input=True, use_hook_mlp_in=True, ungroup_grouped_query_attention=True,
-        positional_embedding_type=positions, rotary_dim=8, **options,
-    )  # fmt: skip
+        n_layers=2,
+        d_model=16,
+        n_ctx=12,
+        n_heads=2,
+        d_head=8,
+        act_fn="gelu",
+        d_vocab=23,
+        seed=3,
+        device="cpu",
+        use_attn_result=True,
+        use_split_qkv_input=True,
+        use_hook_mlp_in=True,
+        ungroup_grouped_query_attention=True,
+        positional_embedding_type=positions,
+        rotary_dim=8,
+        **options,
+    )
     model = HookedTransformer(config)
     if options:
         model.set_ungroup_grouped_query_attention(True)
@@ -161,7 +208,12 @@ def numbers_of(positions, **options):
 
     def tokenized(model, inputs, max_length=None):
         tokens = texts[inputs[0]]
-        return tokens, torch.ones_like(tokens), torch.full((len(tokens),), tokens.shape[1]), tokens.shape[1]
+        return (
+            tokens,
+            torch.ones_like(tokens),
+            torch.full((len(tokens),), tokens.shape[1]),
+            tokens.shape[1],
+        )
 
     from eap import attribute, evaluate
 
@@ -180,8 +232,9 @@ def numbers_of(positions, **options):
         eap.attribute.attribute(model, graph, loader, metric, method, ig_steps=3, quiet=True)
         found[f"{positions}.{method}"] = graph.scores[graph.real_edge_mask].clone()
         if method == "EAP-IG-activations" and positions != "standard":
-            # Where a hook replaces the embeddings, nothing before the first layer requires a gradient, and there
-            # TransformerLens calls no backward hooks. Here they are called: its first six edges have gradients.
+            # Where a hook replaces the embeddings, nothing before the first layer requires a
+            # gradient, and there TransformerLens calls no backward hooks. Here they are called: its
+            # first six edges have gradients.
             found[f"{positions}.{method}"][: 3 * model.cfg.n_heads] = 0
         if OURS:
             as_bridge_circuits_has_it(method, graph, model, texts)

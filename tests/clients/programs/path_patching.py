@@ -1,4 +1,6 @@
-"""path_patching (callummcdougall): patched paths between heads, and patched activations of every part."""
+"""path_patching (callummcdougall): patched paths between heads, and patched activations of every
+part.
+"""
 
 import importlib.util
 import sys
@@ -13,9 +15,17 @@ _SPEC.loader.exec_module(_THEIRS)
 
 def numbers():
     config = HookedTransformerConfig(
-        n_layers=2, d_model=16, n_ctx=12, n_heads=2, d_head=8, act_fn="gelu", d_vocab=23, seed=3, device="cpu",
+        n_layers=2,
+        d_model=16,
+        n_ctx=12,
+        n_heads=2,
+        d_head=8,
+        act_fn="gelu",
+        d_vocab=23,
+        seed=3,
+        device="cpu",
         use_attn_result=True,
-    )  # fmt: skip
+    )
     model = HookedTransformer(config)
     clean = torch.arange(24).reshape(3, 8) % 23
     other = (clean * 7 + 1) % 23
@@ -30,14 +40,30 @@ def numbers():
     for part in ("q", "k", "v"):
         receiver = _THEIRS.Node(part, layer=1, head=0)
         found[f"z to {part}"] = _THEIRS.path_patch(
-            model, clean, other, _THEIRS.Node("z", layer=0, head=1), receiver, metric,
-            orig_cache=clean_cache, verbose=False, **caches,
-        )  # fmt: skip
+            model,
+            clean,
+            other,
+            _THEIRS.Node("z", layer=0, head=1),
+            receiver,
+            metric,
+            orig_cache=clean_cache,
+            verbose=False,
+            **caches,
+        )
     scores = _THEIRS.path_patch(
-        model, clean, other, _THEIRS.IterNode("z"), _THEIRS.Node("resid_post", layer=1), metric,
-        orig_cache=clean_cache, verbose=False, **caches,
-    )  # fmt: skip
+        model,
+        clean,
+        other,
+        _THEIRS.IterNode("z"),
+        _THEIRS.Node("resid_post", layer=1),
+        metric,
+        orig_cache=clean_cache,
+        verbose=False,
+        **caches,
+    )
     found |= {f"path of {name}": score for name, score in scores.items()}
-    scores = _THEIRS.act_patch(model, clean, _THEIRS.IterNode(["z", "q", "mlp_out"]), metric, **caches)
+    scores = _THEIRS.act_patch(
+        model, clean, _THEIRS.IterNode(["z", "q", "mlp_out"]), metric, **caches
+    )
     found |= {f"activation {name}": score for name, score in scores.items()}
     return found

@@ -1,4 +1,6 @@
-"""universal-neurons (wesg52): statistics of neurons' weights, their composition with heads, and an ablation."""
+"""universal-neurons (wesg52): statistics of neurons' weights, their composition with heads, and an
+ablation.
+"""
 
 from functools import partial
 
@@ -10,15 +12,26 @@ from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 def numbers():
     config = HookedTransformerConfig(
-        n_layers=2, d_model=16, n_ctx=12, n_heads=2, d_head=8, act_fn="gelu", d_vocab=23, seed=3,
+        n_layers=2,
+        d_model=16,
+        n_ctx=12,
+        n_heads=2,
+        d_head=8,
+        act_fn="gelu",
+        d_vocab=23,
+        seed=3,
         device="cpu",
-    )  # fmt: skip
+    )
     model = HookedTransformer(config)
     found = {}
     for layer in range(2):
-        for name, scores in zip("kqvo", weights.compute_attention_composition(model, layer), strict=True):
+        for name, scores in zip(
+            "kqvo", weights.compute_attention_composition(model, layer), strict=True
+        ):
             found[f"{name} {layer}"] = scores
-        for name, scores in zip(("in", "out"), weights.compute_vocab_composition(model, layer), strict=False):
+        for name, scores in zip(
+            ("in", "out"), weights.compute_vocab_composition(model, layer), strict=False
+        ):
             found[f"vocabulary {name} {layer}"] = scores
     table = weights.compute_neuron_statistics(model)
     found["statistics"] = torch.as_tensor(table.to_numpy(dtype=float))

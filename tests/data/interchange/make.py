@@ -1,7 +1,7 @@
 """Interchange interventions by pyvene and by TransformerLens: what `interchange.safetensors` holds.
 
-Run with pyvene 0.1.8 and TransformerLens 4.3.0: ``python tests/data/interchange/make.py``. The models are the tiny ones
-of `tests/data/reference`, as each of the two wraps them.
+Run with pyvene 0.1.8 and TransformerLens 4.3.0: ``python tests/data/interchange/make.py``. The
+models are the tiny ones of `tests/data/reference`, as each of the two wraps them.
 """
 
 from pathlib import Path
@@ -15,7 +15,11 @@ from transformer_lens.patching import (
     get_act_patch_mlp_out,
     get_act_patch_resid_pre,
 )
-from transformer_lens.tools.analysis.interchange import SubspaceInterchange, collect_activations, run_with_intervention
+from transformer_lens.tools.analysis.interchange import (
+    SubspaceInterchange,
+    collect_activations,
+    run_with_intervention,
+)
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -27,10 +31,16 @@ SOURCE = torch.tensor([[9, 1, 33, 4, 20, 13], [2, 60, 41, 10, 15, 6]])
 PLACES = {"block_output": "blocks.0.hook_resid_post", "mlp_output": "blocks.0.hook_mlp_out"}
 
 
-def by_pyvene(model: torch.nn.Module, component: str, intervention: torch.nn.Module, **where: object) -> torch.Tensor:
-    config = pyvene.IntervenableConfig([{"layer": 0, "component": component, "intervention": intervention}])
+def by_pyvene(
+    model: torch.nn.Module, component: str, intervention: torch.nn.Module, **where: object
+) -> torch.Tensor:
+    config = pyvene.IntervenableConfig(
+        [{"layer": 0, "component": component, "intervention": intervention}]
+    )
     wrapped = pyvene.IntervenableModel(config, model=model)
-    _, found = wrapped({"input_ids": BASE}, [{"input_ids": SOURCE}], {"sources->base": POS}, **where)
+    _, found = wrapped(
+        {"input_ids": BASE}, [{"input_ids": SOURCE}], {"sources->base": POS}, **where
+    )
     return found.logits
 
 
@@ -43,7 +53,9 @@ def main() -> None:
         d = model.config.hidden_size
         for component, point in PLACES.items():
             key = f"{family}/pyvene/{point}"
-            kept[f"{key}/all"] = by_pyvene(model, component, pyvene.VanillaIntervention(embed_dim=d))
+            kept[f"{key}/all"] = by_pyvene(
+                model, component, pyvene.VanillaIntervention(embed_dim=d)
+            )
             rotated = pyvene.RotatedSpaceIntervention(embed_dim=d)
             some = {"subspaces": [[list(range(RANK))] * len(BASE)]}
             kept[f"{key}/rotated"] = by_pyvene(model, component, rotated, **some)
@@ -52,9 +64,11 @@ def main() -> None:
             kept[f"{key}/low_rank"] = by_pyvene(model, component, low)
             kept[f"{key}/columns"] = low.rotate_layer.weight
         theirs = TransformerBridge.boot_transformers(
-            str(REFERENCE / family), hf_model=AutoModelForCausalLM.from_pretrained(REFERENCE / family).eval(),
-            tokenizer=None, device="cpu",
-        ).eval()  # fmt: skip
+            str(REFERENCE / family),
+            hf_model=AutoModelForCausalLM.from_pretrained(REFERENCE / family).eval(),
+            tokenizer=None,
+            device="cpu",
+        ).eval()
         columns = torch.linalg.qr(torch.randn(d, RANK)).Q
         positions = torch.full((len(BASE),), POS)
         for point in PLACES.values():
@@ -67,13 +81,15 @@ def main() -> None:
         _, cache = theirs.run_with_cache(SOURCE[:1])
         metric = lambda logits: logits[0, -1, 7] - logits[0, -1, 9]
         patched = {
-            "resid_pre": get_act_patch_resid_pre, "mlp_out": get_act_patch_mlp_out,
+            "resid_pre": get_act_patch_resid_pre,
+            "mlp_out": get_act_patch_mlp_out,
             "head_out": get_act_patch_attn_head_out_all_pos,
-        }  # fmt: skip
+        }
         for name, patch in patched.items():
             kept[f"{family}/patching/{name}"] = patch(theirs, BASE[:1], cache, metric)
     save_file(
-        {name: value.detach().contiguous().clone() for name, value in kept.items()}, HERE / "interchange.safetensors"
+        {name: value.detach().contiguous().clone() for name, value in kept.items()},
+        HERE / "interchange.safetensors",
     )
     print({name: list(value.shape) for name, value in kept.items()})
 

@@ -1,1 +1,3 @@
-"""Families, surroundings and operations, all with all, compared with plain torch hooks on the Hugging Face modules."""
+"""Families, surroundings and operations, all with all, compared with plain torch hooks on the
+Hugging Face modules.
+"""

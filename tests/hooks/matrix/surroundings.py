@@ -27,8 +27,15 @@ from tests.tiny_models import checkpoint
 TOKENS = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(3))
 DECODER = torch.randint(3, 61, (2, 5), generator=torch.Generator().manual_seed(4))
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-DICT: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
-MASKS = {"left": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]), "right": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])}
+DICT: dict[str, Any] = {
+    "output_logits": True,
+    "return_dict_in_generate": True,
+    "eos_token_id": None,
+}
+MASKS = {
+    "left": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]),
+    "right": torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]]),
+}
 
 
 @dataclass
@@ -73,7 +80,13 @@ class Setting:
         def steps() -> Tensor:
             tokens, kwargs = self.given()
             mask = {name: kwargs[name] for name in ("attention_mask",) if name in kwargs}
-            options = {**GREEDY, **mask, "output_logits": True, "stop_at_eos": False, "verbose": False}
+            options = {
+                **GREEDY,
+                **mask,
+                "output_logits": True,
+                "stop_at_eos": False,
+                "verbose": False,
+            }
             with self.bridge.hooks(hooks):
                 return torch.stack(self.bridge.generate(tokens, **options)["logits"])
 
@@ -93,7 +106,10 @@ def model_of(case: str, **more: Any) -> nn.Module:
 
 def setting(model: nn.Module, **more: Any) -> Setting:
     bridge = TransformerBridge(model)
-    fields: dict[str, Any] = {"given": lambda: (TOKENS, {}), "plain": lambda: {"input_ids": TOKENS}} | more
+    fields: dict[str, Any] = {
+        "given": lambda: (TOKENS, {}),
+        "plain": lambda: {"input_ids": TOKENS},
+    } | more
     return with_decoder(Setting(bridge, bridge.core, **fields))
 
 
@@ -120,7 +136,9 @@ def padded(case: str, side: str) -> Setting:
     model = model_of(case)
     if side == "left" and "position_ids" in accepted_arguments(type(model).forward):
         arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    return setting(model, given=lambda: (TOKENS, {"attention_mask": mask}), plain=lambda: dict(arguments))
+    return setting(
+        model, given=lambda: (TOKENS, {"attention_mask": mask}), plain=lambda: dict(arguments)
+    )
 
 
 def past(case: str) -> Setting:
@@ -133,7 +151,9 @@ def past(case: str) -> Setting:
         return {"past_key_values": copy.deepcopy(kept)}  # a run adds to it
 
     return setting(
-        model, given=lambda: (TOKENS[:, 2:], before()), plain=lambda: {"input_ids": TOKENS[:, 2:], **before()}
+        model,
+        given=lambda: (TOKENS[:, 2:], before()),
+        plain=lambda: {"input_ids": TOKENS[:, 2:], **before()},
     )
 
 
@@ -168,7 +188,9 @@ def bfloat16(case: str) -> Setting:
 
 
 def autocast(case: str) -> Setting:
-    return setting(model_of(case), inside=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=0.05)
+    return setting(
+        model_of(case), inside=lambda: torch.autocast("cpu", torch.bfloat16), tolerance=0.05
+    )
 
 
 def lora(case: str) -> Setting:
@@ -185,7 +207,9 @@ def offloaded(case: str) -> Setting:
 
 def deep_copy(case: str) -> Setting:
     bridge = copy.deepcopy(TransformerBridge(model_of(case)))
-    return with_decoder(Setting(bridge, bridge.core, lambda: (TOKENS, {}), lambda: {"input_ids": TOKENS}))
+    return with_decoder(
+        Setting(bridge, bridge.core, lambda: (TOKENS, {}), lambda: {"input_ids": TOKENS})
+    )
 
 
 def frozen(case: str) -> Setting:
@@ -210,9 +234,13 @@ def compiled(case: str) -> Setting:
 
 
 def other_hooks(case: str) -> Setting:
-    """Functions that only look are at every point, and a second bridge listens to the same model."""
+    """Functions that only look are at every point, and a second bridge listens to the same
+    model.
+    """
     found = plain(case)
-    names = [name for name, hook in found.bridge.hook_dict.items() if hook.point.group == "standard"]
+    names = [
+        name for name, hook in found.bridge.hook_dict.items() if hook.point.group == "standard"
+    ]
     second = TransformerBridge(model_of(case))
 
     @contextmanager
@@ -253,8 +281,14 @@ _GROUPED = "torch's grouped multiplication, which runs the experts, has no float
 #: What is left out, with the reason.
 SKIPPED: dict[tuple[str, str], str] = {
     ("bert", "past"): _NO_PAST,
-    ("t5", "past"): "its past is made by the decoder, whose first tokens are no part of what is given",
-} | {(case, "float64"): _GROUPED for case in ("mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa")}
+    (
+        "t5",
+        "past",
+    ): "its past is made by the decoder, whose first tokens are no part of what is given",
+} | {
+    (case, "float64"): _GROUPED
+    for case in ("mixtral-gqa", "gpt_oss-gqa", "qwen2_moe-gqa", "qwen3_moe-gqa")
+}
 #: Compiling takes seconds for each family: by default it is done for these.
 COMPILED = ("gpt2", "llama-gqa", "gpt_neox", "mixtral-gqa", "t5")
 if os.environ.get("MATRIX") != "all":
@@ -265,11 +299,25 @@ if os.environ.get("MATRIX") != "all":
     }
 #: Where the input of a run is also one of `generate`.
 GENERATES = (
-    "plain", "eager", "left-padded", "no-grad", "inference-mode", "float64", "bfloat16", "lora", "offloaded",
-    "deep-copy", "frozen", "another-thread", "other-hooks",
-)  # fmt: skip
+    "plain",
+    "eager",
+    "left-padded",
+    "no-grad",
+    "inference-mode",
+    "float64",
+    "bfloat16",
+    "lora",
+    "offloaded",
+    "deep-copy",
+    "frozen",
+    "another-thread",
+    "other-hooks",
+)
 #: Families whose generation is not compared, with the reason.
 NO_GENERATION = {
     "bert": "an encoder does not generate",
-    "t5": "transformers makes its cache for as many layers as the encoder has, and this decoder has more",
+    "t5": (
+        "transformers makes its cache for as many layers as the encoder has, and this decoder has"
+        " more"
+    ),
 }

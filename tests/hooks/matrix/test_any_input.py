@@ -1,4 +1,6 @@
-"""What holds for any input: hypothesis chooses the tokens, their padding, the positions and the hook points."""
+"""What holds for any input: hypothesis chooses the tokens, their padding, the positions and the
+hook points.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ rows = st.lists(st.lists(st.integers(3, 60), min_size=1, max_size=7), min_size=1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(case=st.sampled_from(CASES), texts=rows, side=st.sampled_from(["left", "right"]), data=st.data())
+@given(
+    case=st.sampled_from(CASES), texts=rows, side=st.sampled_from(["left", "right"]), data=st.data()
+)
 def test_padded_rows_are_as_alone(case, texts, side, data):
     """Each row of a padded batch, its activations and an edit of them, is what it is alone."""
     bridge = bridge_of(case)
@@ -33,8 +37,12 @@ def test_padded_rows_are_as_alone(case, texts, side, data):
         gap = [0] * (longest - len(row))
         padded.append([*gap, *row] if side == "left" else [*row, *gap])
         mask.append([*gap, *([1] * len(row))] if side == "left" else [*([1] * len(row)), *gap])
-    standard = [name for name, hook in bridge.hook_dict.items() if hook.point.axes.startswith("batch pos")]
-    name = data.draw(st.sampled_from([n for n in standard if bridge.hook_dict[n].point.group == "standard"]))
+    standard = [
+        name for name, hook in bridge.hook_dict.items() if hook.point.axes.startswith("batch pos")
+    ]
+    name = data.draw(
+        st.sampled_from([n for n in standard if bridge.hook_dict[n].point.group == "standard"])
+    )
     factor = data.draw(st.sampled_from([0.0, 0.5, -1.0, 2.0]))
     spec = [] if name.endswith("hook_scale") else [(name, lambda x, hook: x * factor)]
     with torch.no_grad(), bridge.hooks(spec):
@@ -53,10 +61,14 @@ def test_positions_are_those_of_the_whole(case, data):
     """What `pos_slice` keeps is what Python's own indexing takes of the whole, or an error."""
     bridge = bridge_of(case)
     tokens = torch.tensor([[5, 9, 17, 33, 4]])
-    name = data.draw(st.sampled_from(["blocks.1.hook_resid_pre", "blocks.0.attn.hook_z", "blocks.1.attn.hook_q"]))
+    name = data.draw(
+        st.sampled_from(["blocks.1.hook_resid_pre", "blocks.0.attn.hook_z", "blocks.1.attn.hook_q"])
+    )
     bounds = st.none() | st.integers(-6, 6)
     pos = data.draw(
-        st.integers(-7, 7) | st.builds(slice, bounds, bounds) | st.lists(st.integers(-5, 4), min_size=1, max_size=4)
+        st.integers(-7, 7)
+        | st.builds(slice, bounds, bounds)
+        | st.lists(st.integers(-5, 4), min_size=1, max_size=4)
     )
     whole = bridge.run_with_cache(tokens, names_filter=name)[1][name]
     if isinstance(pos, int):

@@ -1,7 +1,8 @@
-"""The matrix: (family) x (surrounding) x (operation), at activations, scores and patterns, and in generation.
+"""The matrix: (family) x (surrounding) x (operation), at activations, scores and patterns, and in
+generation.
 
-`MATRIX=all` in the environment runs every case; by default each (family, surrounding) takes a part of the operations,
-another part than its neighbours, so that every pair of the three is met.
+`MATRIX=all` in the environment runs every case; by default each (family, surrounding) takes a part
+of the operations, another part than its neighbours, so that every pair of the three is met.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ EDITS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "one-row": second_row,
     "in-place": in_place,
 }
-#: Edits of one head inside attention, and what they are to its z: the pattern is a factor of it, and a query that may
-#: attend to nothing attends to nothing.
+#: Edits of one head inside attention, and what they are to its z: the pattern is a factor of it,
+#: and a query that may attend to nothing attends to nothing.
 INSIDE = {"pattern": 0.5, "scores": 0.0}
-OPERATIONS = ["read", "read-all", "gradient", *(f"edit-{name}" for name in EDITS), "edit-twice", "edit-gradient"]
+OPERATIONS = [
+    "read",
+    "read-all",
+    "gradient",
+    *(f"edit-{name}" for name in EDITS),
+    "edit-twice",
+    "edit-gradient",
+]
 
 
 def cases(family: str, surrounding: str) -> Iterator[tuple[str, int, str]]:
@@ -69,7 +77,9 @@ class Compared:
         self.expected = setting.run_plain()
         self.changes = 0
 
-    def plainly(self, key: str, layer: int, fn: Callable[[Tensor], Tensor | None], times: int = 1) -> Tensor:
+    def plainly(
+        self, key: str, layer: int, fn: Callable[[Tensor], Tensor | None], times: int = 1
+    ) -> Tensor:
         place = place_of(self.setting.core, self.family, key, layer)
         handles = [place.edit(fn) for _ in range(times)]
         try:
@@ -126,7 +136,8 @@ class Compared:
         logits = self.setting.run(run, fwd_hooks=[(name_of(self.family, key, layer), ours)])
         mask = self.setting.plain().get("attention_mask")
         if mask is not None and not self.setting.bridge.core.config.is_encoder_decoder:
-            # A query of padding may attend to nothing before the edit either, and the model gives it what it likes.
+            # A query of padding may attend to nothing before the edit either, and the model gives
+            # it what it likes.
             expected, logits, clean = (x[mask.bool()] for x in (expected, logits, self.expected))
             self.changes += not torch.equal(expected, clean)
             return same(logits, expected, False, self.setting.tolerance)
@@ -144,7 +155,9 @@ class Compared:
             expected = self.setting.generate_plain()
         finally:
             handle.remove()
-        logits = self.setting.generate([(name_of(self.family, key, layer), lambda x, hook: halve(x))])
+        logits = self.setting.generate(
+            [(name_of(self.family, key, layer), lambda x, hook: halve(x))]
+        )
         return same(logits, expected, False, self.setting.tolerance)
 
     def _gradient(self, key: str, layer: int, op: str) -> str:
@@ -203,9 +216,13 @@ UNCHECKED = ("compiled",)  # the checks of annotations are no code that torch co
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it says what it leaves to Python
-@pytest.mark.parametrize("surrounding", [
-    pytest.param(name, marks=[pytest.mark.unchecked] if name in UNCHECKED else []) for name in SURROUNDINGS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "surrounding",
+    [
+        pytest.param(name, marks=[pytest.mark.unchecked] if name in UNCHECKED else [])
+        for name in SURROUNDINGS
+    ],
+)
 @pytest.mark.parametrize("family", PLACES)
 def test_matrix(family: str, surrounding: str):
     if reason := SKIPPED.get((family, surrounding)):
@@ -235,6 +252,10 @@ def test_how_many():
     pairs = {(surrounding, op) for _, surrounding, op in every}
     missing = {(s, op) for s in SURROUNDINGS for op in OPERATIONS} - pairs
     assert missing == {(s, op) for s in WITHOUT_GRAD for op in ("gradient", "edit-gradient")}
-    assert {(family, op) for family, _, op in every} >= {(f, op) for f in PLACES for op in (*OPERATIONS, "inside")}
-    assert {family for family, _, op in every if op == "generate"} == set(PLACES) - set(NO_GENERATION)
+    assert {(family, op) for family, _, op in every} >= {
+        (f, op) for f in PLACES for op in (*OPERATIONS, "inside")
+    }
+    assert {family for family, _, op in every if op == "generate"} == set(PLACES) - set(
+        NO_GENERATION
+    )
     assert {surrounding for _, surrounding, op in every if op == "generate"} == set(GENERATES)

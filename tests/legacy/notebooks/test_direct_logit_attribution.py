@@ -19,7 +19,9 @@ def run(model):
 @pytest.fixture
 def difference(model, run):
     logits, _ = run
-    return logits[0, -1, model.to_single_token(ANSWER)] - logits[0, -1, model.to_single_token(WRONG)]
+    return (
+        logits[0, -1, model.to_single_token(ANSWER)] - logits[0, -1, model.to_single_token(WRONG)]
+    )
 
 
 def test_the_stream_is_the_sum_of_its_parts(model, run):
@@ -42,7 +44,11 @@ def test_the_stream_is_the_sum_of_its_parts(model, run):
 def test_heads_sum_to_attention(model, run):
     _, cache = run
     heads, labels = cache.stack_head_results(layer=-1, pos_slice=-1, return_labels=True)
-    assert labels == [f"L{layer}H{head}" for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+    assert labels == [
+        f"L{layer}H{head}"
+        for layer in range(model.cfg.n_layers)
+        for head in range(model.cfg.n_heads)
+    ]
     per_layer = heads.reshape(model.cfg.n_layers, model.cfg.n_heads, 1, -1).sum(1)
     for layer in range(model.cfg.n_layers):
         expected = cache["attn_out", layer][:, -1] - model.b_O[layer]
@@ -58,12 +64,16 @@ def test_attributions_sum_to_the_difference(model, run, difference):
     heads = cache.stack_head_results(layer=-1, pos_slice=-1)
     by_head = cache.logit_attrs(heads, tokens=ANSWER, incorrect_tokens=WRONG, pos_slice=-1)
     assert by_head.shape == (model.cfg.n_layers * model.cfg.n_heads, 1)
-    attention = torch.stack([by_part[i] for i, label in enumerate(labels) if label.endswith("attn_out")])
+    attention = torch.stack(
+        [by_part[i] for i, label in enumerate(labels) if label.endswith("attn_out")]
+    )
     torch.testing.assert_close(by_head.sum(), attention.sum(), atol=1e-3, rtol=1e-3)
 
     # By token ids, and one logit at a time.
     answer, wrong = model.to_single_token(ANSWER), model.to_single_token(WRONG)
-    one = cache.logit_attrs(heads, tokens=answer, pos_slice=-1) - cache.logit_attrs(heads, tokens=wrong, pos_slice=-1)
+    one = cache.logit_attrs(heads, tokens=answer, pos_slice=-1) - cache.logit_attrs(
+        heads, tokens=wrong, pos_slice=-1
+    )
     torch.testing.assert_close(one, by_head, atol=1e-3, rtol=1e-3)
 
 
@@ -79,9 +89,14 @@ def test_what_the_head_that_adds_most_reads_and_writes(model, run, difference):
     assert model.to_str_tokens(PROMPT)[position] in (ANSWER, WRONG)
 
     ov = model.OV[layer, head]
-    assert isinstance(ov, transformer_lens.FactoredMatrix) and ov.shape == (model.cfg.d_model, model.cfg.d_model)
+    assert isinstance(ov, transformer_lens.FactoredMatrix) and ov.shape == (
+        model.cfg.d_model,
+        model.cfg.d_model,
+    )
     read = cache["normalized", layer, "ln1"][0]
     written = pattern @ (read @ ov.AB)
-    torch.testing.assert_close(written, heads[layer * model.cfg.n_heads + head, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        written, heads[layer * model.cfg.n_heads + head, 0], atol=1e-4, rtol=1e-4
+    )
     raised = (read[position] @ ov.AB) @ model.W_U
     assert raised[model.to_single_token(ANSWER)] > raised[model.to_single_token(WRONG)]

@@ -1,4 +1,6 @@
-"""A notebook that works out how the model finds the indirect object, by attribution and by patching."""
+"""A notebook that works out how the model finds the indirect object, by attribution and by
+patching.
+"""
 
 from functools import partial
 
@@ -26,7 +28,9 @@ class Notebook:
             for i in range(2):
                 self.answers.append((names[i], names[1 - i]))
                 self.prompts.append(template.format(self.answers[-1][1]))
-        self.answer_tokens = torch.tensor([[model.to_single_token(name) for name in pair] for pair in self.answers])
+        self.answer_tokens = torch.tensor(
+            [[model.to_single_token(name) for name in pair] for pair in self.answers]
+        )
         self.tokens = model.to_tokens(self.prompts, prepend_bos=True)
         self.original_logits, self.cache = model.run_with_cache(self.tokens)
         self.corrupted_tokens = self.tokens[[1, 0, 3, 2]]
@@ -42,7 +46,9 @@ class Notebook:
 
     def normalized(self, logits):
         """0 is the corrupted run, 1 the clean one."""
-        return (self.ave_logit_diff(logits) - self.corrupted_score) / (self.clean_score - self.corrupted_score)
+        return (self.ave_logit_diff(logits) - self.corrupted_score) / (
+            self.clean_score - self.corrupted_score
+        )
 
     def residual_stack_to_logit_diff(self, stack, cache: ActivationCache):
         scaled = cache.apply_ln_to_stack(stack, layer=-1, pos_slice=-1)
@@ -50,7 +56,7 @@ class Notebook:
         logit_diff_directions = directions[:, 0] - directions[:, 1]
         return einops.einsum(
             scaled, logit_diff_directions, "... batch d_model, batch d_model -> ..."
-        ) / len(self.prompts)  # fmt: skip
+        ) / len(self.prompts)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,9 @@ def test_attribution_of_layers_and_heads(model, notebook):
     final = notebook.residual_stack_to_logit_diff(cache["resid_post", -1][:, -1, :], cache)
     torch.testing.assert_close(final, notebook.clean_score, atol=1e-3, rtol=1e-3)
 
-    accumulated, labels = cache.accumulated_resid(layer=-1, incl_mid=True, pos_slice=-1, return_labels=True)
+    accumulated, labels = cache.accumulated_resid(
+        layer=-1, incl_mid=True, pos_slice=-1, return_labels=True
+    )
     lens = notebook.residual_stack_to_logit_diff(accumulated, cache)
     assert len(labels) == len(lens) == 2 * model.cfg.n_layers + 1
     torch.testing.assert_close(lens[-1], notebook.clean_score, atol=1e-3, rtol=1e-3)
@@ -85,7 +93,9 @@ def test_attribution_of_layers_and_heads(model, notebook):
     per_head, labels = cache.stack_head_results(layer=-1, pos_slice=-1, return_labels=True)
     by_head = notebook.residual_stack_to_logit_diff(per_head, cache)
     by_head = einops.rearrange(by_head, "(layer head) -> layer head", layer=model.cfg.n_layers)
-    attention = [i for i, label in enumerate(cache.decompose_resid(return_labels=True)[1]) if "attn" in label]
+    attention = [
+        i for i, label in enumerate(cache.decompose_resid(return_labels=True)[1]) if "attn" in label
+    ]
     torch.testing.assert_close(by_head.sum(-1), by_layer[attention], atol=1e-3, rtol=1e-3)
     layer, head = divmod(by_head.argmax().item(), model.cfg.n_heads)
     assert by_head.max() > 0.2 * notebook.clean_score
@@ -117,12 +127,16 @@ def test_patching_by_hand_equals_the_module(model, notebook):
             )
             patched_residual_stream_diff[layer, position] = notebook.normalized(patched_logits)
 
-    every = patching.get_act_patch_block_every(model, notebook.corrupted_tokens, notebook.cache, notebook.normalized)
+    every = patching.get_act_patch_block_every(
+        model, notebook.corrupted_tokens, notebook.cache, notebook.normalized
+    )
     torch.testing.assert_close(every[0], patched_residual_stream_diff, atol=1e-4, rtol=1e-4)
 
 
 def test_patching_the_residual_stream_recovers_the_answer(model, notebook):
-    stream = patching.get_act_patch_resid_pre(model, notebook.corrupted_tokens, notebook.cache, notebook.normalized)
+    stream = patching.get_act_patch_resid_pre(
+        model, notebook.corrupted_tokens, notebook.cache, notebook.normalized
+    )
     second_name, last = 10, notebook.tokens.shape[1] - 1
     expected = torch.zeros(last + 1)
     expected[second_name] = 1  # the prompts differ in nothing else

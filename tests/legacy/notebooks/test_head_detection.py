@@ -73,7 +73,9 @@ def test_errors_are_assertions_as_before(model):
 
 
 def test_what_a_head_writes_by_its_singular_vectors(model):
-    vectors = SVDInterpreter(model).get_singular_vectors("OV", layer_index=1, head_index=0, num_vectors=4)
+    vectors = SVDInterpreter(model).get_singular_vectors(
+        "OV", layer_index=1, head_index=0, num_vectors=4
+    )
     assert vectors.shape == (model.cfg.d_vocab, 1, 4)
     ov = model.OV[1, 0].AB
     direction = torch.linalg.svd(ov).Vh[0] @ model.W_U

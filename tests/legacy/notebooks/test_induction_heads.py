@@ -1,4 +1,6 @@
-"""A notebook that finds induction heads on random tokens that repeat, by hooks, and ablates them."""
+"""A notebook that finds induction heads on random tokens that repeat, by hooks, and ablates
+them.
+"""
 
 import einops
 import pytest
@@ -26,7 +28,9 @@ def induction_score_store(model, repeated_tokens):
     def induction_score_hook(pattern, hook: transformer_lens.hook_points.HookPoint):
         # From each token to the one after its first occurrence.
         induction_stripe = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - SEQ_LEN)
-        scores[hook.layer(), :] = einops.reduce(induction_stripe, "batch head_index position -> head_index", "mean")
+        scores[hook.layer(), :] = einops.reduce(
+            induction_stripe, "batch head_index position -> head_index", "mean"
+        )
 
     with torch.no_grad():
         model.run_with_hooks(
@@ -48,7 +52,9 @@ def test_the_second_half_is_predicted(model, repeated_tokens):
 
 def test_induction_heads_are_found(model, repeated_tokens, induction_score_store):
     assert induction_score_store.max() > 0.5
-    _, cache = model.run_with_cache(repeated_tokens, names_filter=lambda name: name.endswith("hook_pattern"))
+    _, cache = model.run_with_cache(
+        repeated_tokens, names_filter=lambda name: name.endswith("hook_pattern")
+    )
     for layer in range(model.cfg.n_layers):
         pattern = cache["pattern", layer]
         queries = torch.arange(SEQ_LEN - 1, 2 * SEQ_LEN + 1)
@@ -74,8 +80,14 @@ def test_ablating_them_breaks_it(model, repeated_tokens, induction_score_store):
         return loss[:, SEQ_LEN + 1 :].mean()
 
     induction = [(int(layer), int(head)) for layer, head in (induction_score_store > 0.5).nonzero()]
-    others = [tuple(pair) for pair in (induction_score_store < 0.1).nonzero().tolist() if pair[0] == induction[0][0]]
-    original = model(repeated_tokens, return_type="loss", loss_per_token=True)[:, SEQ_LEN + 1 :].mean()
+    others = [
+        tuple(pair)
+        for pair in (induction_score_store < 0.1).nonzero().tolist()
+        if pair[0] == induction[0][0]
+    ]
+    original = model(repeated_tokens, return_type="loss", loss_per_token=True)[
+        :, SEQ_LEN + 1 :
+    ].mean()
     torch.testing.assert_close(loss_of_second_half([]), original)
     ablated = loss_of_second_half(induction)
     assert ablated > original + 2
@@ -87,13 +99,17 @@ def test_ablating_them_breaks_it(model, repeated_tokens, induction_score_store):
     )
 
 
-def test_a_head_can_be_ablated_by_position_and_by_name(model, repeated_tokens, induction_score_store):
+def test_a_head_can_be_ablated_by_position_and_by_name(
+    model, repeated_tokens, induction_score_store
+):
     layer, head = divmod(induction_score_store.argmax().item(), model.cfg.n_heads)
 
     def zero_last(z, hook):
         z[:, -1, head] = 0
 
-    ablated = model.run_with_hooks(repeated_tokens, fwd_hooks=[(utils.get_act_name("z", layer), zero_last)])
+    ablated = model.run_with_hooks(
+        repeated_tokens, fwd_hooks=[(utils.get_act_name("z", layer), zero_last)]
+    )
     plain = model(repeated_tokens)
     torch.testing.assert_close(ablated[:, :-1], plain[:, :-1])
     assert not torch.allclose(ablated[:, -1], plain[:, -1])
