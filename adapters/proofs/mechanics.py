@@ -281,8 +281,8 @@ class Mechanics:
         return [sizes[axis] for axis in axes]
 
     def failing(self, names: list[str], test: Test, most: int | None = None) -> dict[str, str]:
-        """Return the hook points that fail a test, each with the reason, and add those that the
-        bridge refuses to show to `refused`. If the test raises for several, bisect them.
+        """Return the hook points that fail a test, each with the reason, and add to `refused`
+        the hook points that the bridge refuses to show. If the test raises for several, bisect them.
 
         Args:
             names: the hook points to test, all at once.

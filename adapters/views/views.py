@@ -344,7 +344,7 @@ class Derived(View):
 
 @dataclass(frozen=True)
 class Affine:
-    """One link in a chain of transforms, made of constants and parameters: ``x * weight * factor +
+    """A link in a chain of transforms, made of constants and parameters: ``x * weight * factor +
     plus``.
 
     Attributes:

@@ -112,7 +112,7 @@ def _refuse_of_prompts(bridge: RunnableBridge, arguments: Kwargs) -> None:
 
 
 def _padding_ends_rows(bridge: RunnableBridge, arguments: Kwargs) -> bool:
-    """Tell whether the padding token is one of those that end a row."""
+    """Tell whether the padding token also ends a row."""
     config = bridge.core.generation_config
     endings = arguments.get("eos_token_id", config.eos_token_id)
     padding = arguments.get("pad_token_id", config.pad_token_id)

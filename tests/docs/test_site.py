@@ -2,6 +2,7 @@
 browser.
 """
 
+import ast
 import json
 import re
 import time
@@ -82,8 +83,8 @@ def test_pages_show_their_pictures(browser, pages, name, width, dark):
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL
     )
-    last = [block.rstrip().splitlines()[-1] for block in blocks]
-    wanted = sum(line.startswith(("pictures.", ")")) or ".draw(" in line for line in last)
+    last = [ast.unparse(ast.parse(block).body[-1]) for block in blocks]
+    wanted = sum(line.startswith("pictures.") or ".draw(" in line for line in last)
     grounds = browser.evaluate(
         "[...document.querySelectorAll('.bridge-picture > div > * svg.marks, .bridge-picture"
         " svg.marks, .bridge-picture canvas.marks')].map((s) =>"
