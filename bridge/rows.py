@@ -421,6 +421,28 @@ def places_of(mask: Tensor | None, position: int, shape: Sequence[int]) -> Tenso
     return ((real.cumsum(-1) - 1 == place) & real).long().argmax(-1)
 
 
+def check_position(metric: object, mask: Tensor | None) -> None:
+    """Raise an error if a metric reads one position of all rows, and a row has padding there.
+
+    Args:
+        metric: a metric; those made by the library have the position as ``position``.
+        mask: ``[row, token]``, 1 for tokens and 0 for padding; None: no padding.
+
+    Raises:
+        ValueError: the position is padding in a row.
+    """
+    position = getattr(metric, "position", None)
+    if mask is None or not isinstance(position, int):
+        return
+    padded = (mask[:, position] == 0).nonzero().flatten().tolist()
+    if padded:
+        raise ValueError(
+            f"the metric reads the logits at position {position}, which is padding in row"
+            f" {padded[0]}: pass position= with an index for each row, such as"
+            " attention_mask.sum(-1) - 1 for the last tokens of right-padded rows"
+        )
+
+
 def is_padded_in_front(mask: Tensor) -> bool:
     """Tell whether a row is left-padded.
 

@@ -282,7 +282,7 @@ class Mechanics:
 
     def failing(self, names: list[str], test: Test, most: int | None = None) -> dict[str, str]:
         """Return the hook points that fail a test, each with the reason, and add to `refused`
-        the hook points that the bridge refuses to show. If the test raises for several, bisect them.
+        the hook points that the bridge refuses to show. Bisect them if the test raises an error.
 
         Args:
             names: the hook points to test, all at once.

@@ -41,7 +41,7 @@ from bridge.modules import close
 from bridge.patching.ablations import Noise
 from bridge.patching.lazy_logits import LazyLogits, lazy
 from bridge.patching.runs import CorruptedRun, chunks, may_start_later, tokens_per_run
-from bridge.rows import tiled
+from bridge.rows import check_position, tiled
 from bridge.run.inputs import Prompts, prompts_with
 
 METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
@@ -239,6 +239,7 @@ class _Gradients:
         mlps: str | None = None,
     ) -> None:
         self.bridge, self.pair, self.graph, self.clean = bridge, pair, pair.graph, pair.clean
+        check_position(metric, pair.prompts.get("attention_mask"))
         self.metric, self.method, self.mlps = metric, method, mlps
         # A node's output is the same for all of its readers.
         self.keys = OwnKeys(self.graph if mlps is None else Graph.of(bridge), bridge)
@@ -702,6 +703,7 @@ def node_effects(
         NodeScores(21 nodes, largest embed -16.8)
     """
     pair = ablate(bridge, None, clean, corrupted, ablation, reference, model_kwargs)
+    check_position(metric, pair.prompts.get("attention_mask"))
     graph, parts = pair.graph, pair.clean.parts
     base = one_number(metric, pair.clean.logits)
     senders = len(graph.senders)
@@ -771,6 +773,7 @@ def path_patching(
     sending = {graph.sender(name) for name in senders}
     receiving = sorted({index for name in receivers for index in graph.receivers_named(name)})
     pair = ablate(bridge, graph, clean, corrupted, "resample", None, model_kwargs)
+    check_position(metric, pair.prompts.get("attention_mask"))
     inputs = _inputs(bridge, pair, sending, through_mlps)
     keys = OwnKeys(graph, bridge)
     hooks: list[Any] = keys.hooks()
@@ -911,6 +914,7 @@ def trained_edges(
     pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
     graph = pair.graph
     loss = loss or divergence_at_last_tokens(pair.clean.logits, pair.prompts)
+    check_position(loss, pair.prompts.get("attention_mask"))
     generator = torch.Generator().manual_seed(seed)
     edge_logits = torch.ones(graph.n_edges, requires_grad=True, device="cpu")
     optimizer = torch.optim.Adam([edge_logits], lr=rate)

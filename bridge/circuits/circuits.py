@@ -73,6 +73,7 @@ from bridge.circuits.graph import (
 )
 from bridge.patching.ablations import Noise
 from bridge.patching.patching import texts_of
+from bridge.rows import check_position
 from bridge.run.inputs import Prompts, prompts_with
 
 # --------------------------------------------------------------------------------------------------
@@ -509,6 +510,7 @@ class Circuit:
         wrote, counted = written(self.graph, bridge, inputs), token_mask(inputs)
         refuse_another_sum(bridge, wrote)
         measure = loss or divergence_at_last_tokens(wrote.logits, inputs)
+        check_position(measure, inputs.get("attention_mask"))
         parts = wrote.parts
         means = mean_of(parts, counted, (1, 2))
         variances = mean_of((parts - means).square(), counted, (1, 2))

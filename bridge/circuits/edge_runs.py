@@ -35,7 +35,7 @@ from bridge.circuits.graph import (
 from bridge.hooks.hooks import HookPoint
 from bridge.patching.ablations import Noise, kind_of, noise_of
 from bridge.patching.runs import Edit, Patch, PatchedRuns, chunks, tokens_per_run
-from bridge.rows import tiled
+from bridge.rows import check_position, tiled
 from bridge.run.inputs import Prompts, prompts_with
 
 
@@ -437,6 +437,7 @@ def evaluations(
     """
     for _, neurons in circuits:
         refuse_another_width(neurons, bridge)
+    check_position(metric, pair.prompts.get("attention_mask"))
     graph = pair.graph
     run = partial(run_with_edges_replaced, graph, bridge, pair.prompts, pair.replacement)
     evaluated = []
@@ -685,6 +686,7 @@ def effects_of_edges(
         pair: the prompts and the replacement.
         metric, edges, verbose: as for `edge_effects`.
     """
+    check_position(metric, pair.prompts.get("attention_mask"))
     graph = pair.graph
     if edges is None:
         requested = [(receiver, sender) for receiver, sender in graph.exists.nonzero().tolist()]

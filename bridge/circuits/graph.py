@@ -441,7 +441,8 @@ def logit_difference(
     Args:
         answers, wrong: a token for each prompt, ``[batch]``.
         position: the position of the logits, for all prompts or for each; padding is counted, so -1
-            is the last token of left-padded prompts only.
+            is the last token of left-padded prompts only; a study raises an error for a position
+            that is padding in a row.
         each: return one number per prompt instead of their mean, for `Circuit.evaluate` and
             `Curve.intervals`.
 
@@ -470,7 +471,7 @@ def logit_difference(
         return difference if each else difference.mean()
 
     metric.__name__ = "logit_difference"  # the name in pictures
-    return metric
+    return _reading(metric, position)
 
 
 def _logits_at(
@@ -496,7 +497,8 @@ def kl_divergence(
     Args:
         right: the logits of the unpatched model.
         position: the position of the logits, for all prompts or for each; padding is counted, so -1
-            is the last token of left-padded prompts only.
+            is the last token of left-padded prompts only; a study raises an error for a position
+            that is padding in a row.
 
     Raises:
         ValueError: the number of positions differs from the number of prompts.
@@ -515,6 +517,12 @@ def kl_divergence(
         return (target.exp() * (target - log_probabilities)).sum(-1).mean()
 
     metric.__name__ = "kl_divergence"
+    return _reading(metric, position)
+
+
+def _reading(metric: Metric, position: int | Tensor) -> Metric:
+    """Return the metric, marked with the position that it reads, for `check_position`."""
+    metric.position = position  # type: ignore[attr-defined]
     return metric
 
 

@@ -49,6 +49,7 @@ from bridge.circuits.graph import (
 )
 from bridge.hooks.hooks import HookPoint
 from bridge.patching.ablations import Noise, kind_of, mean_of_tokens, noise_of
+from bridge.rows import check_position
 from bridge.run.inputs import Prompts, prompts_with
 
 
@@ -104,6 +105,7 @@ def feature_attribution(
     refuse_training(bridge)
     (hook,) = bridge.select_hooks(point)
     prompts = prompts_with(bridge, tokens, {"attention_mask": attention_mask, **model_kwargs})
+    check_position(metric, prompts.get("attention_mask"))
     with torch.no_grad():
         _, cache = bridge.run_with_cache(prompts, names_filter=hook)
     act = dense(cache[hook.name])
@@ -304,6 +306,7 @@ def evaluate_features(
         raise ValueError("no hook point is named: there are no features to keep")
     kind = kind_of(ablation)
     prompts = prompts_with(bridge, clean, {"attention_mask": attention_mask, **model_kwargs})
+    check_position(metric, prompts.get("attention_mask"))
     source = prompts if corrupted is None else prompts_with(bridge, corrupted, {})
     _check_corrupted(kind, prompts, None if corrupted is None else source)
     hooks = {bridge.select_hooks(name)[0]: mask for name, mask in kept.items()}

@@ -173,7 +173,7 @@ def generic_activation_patch(
     model_kwargs["attention_mask"] = attention_mask
     prompts = prompts_with(model, corrupted_tokens, model_kwargs)
     tokens = prompts["input_ids"]
-    metrics = Metrics(patching_metric, reduce, len(tokens))
+    metrics = Metrics(patching_metric, reduce, len(tokens), prompts.get("attention_mask"))
     as_result = metrics.several or baseline or reduce == "none"
     if as_result and return_index_df:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import act_name, suggestion
+from bridge.rows import check_position
 
 #: Attributes of TransformerLens's results that are missing here, with their replacements.
 _ELSEWHERE = {
@@ -227,6 +228,7 @@ class Metrics:
         metric: one metric, or several by name.
         reduce: as for `generic_activation_patch`.
         rows: the number of prompts.
+        mask: ``[row, token]``, 0 for padding; None: no padding.
 
     Attributes:
         names: the names of the metrics.
@@ -235,14 +237,18 @@ class Metrics:
             number for each.
 
     Raises:
-        ValueError: there is no metric.
+        ValueError: there is no metric, or one reads a position that is padding.
     """
 
-    def __init__(self, metric: Metric | Mapping[str, Metric], reduce: Reduce, rows: int) -> None:
+    def __init__(
+        self, metric: Metric | Mapping[str, Metric], reduce: Reduce, rows: int, mask: Tensor | None
+    ) -> None:
         self.several = isinstance(metric, Mapping)
         self._metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
         if not self._metrics:
             raise ValueError("patching_metric is an empty mapping: give one metric or more")
+        for each in self._metrics.values():
+            check_position(each, mask)
         self.names, self._reduce = tuple(self._metrics), reduce
         self.shape = (len(self.names),) if reduce == "scalar" else (len(self.names), rows)
 
