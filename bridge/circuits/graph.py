@@ -460,18 +460,36 @@ def logit_difference(
     if answers.shape != wrong.shape:
         raise ValueError(f"there are {len(answers)} answers and {len(wrong)} wrong tokens")
 
-    def metric(logits: Tensor) -> Tensor:
-        if logits.shape[0] != len(answers):
+    def difference(last: Tensor) -> Tensor:
+        if len(last) != len(answers):
             raise ValueError(
-                f"the logits have {logits.shape[0]} rows, and there are {len(answers)} answers"
+                f"the logits have {len(last)} rows, and there are {len(answers)} answers"
             )
-        last = _logits_at(logits, position)
-        rows, device = torch.arange(len(answers), device=logits.device), logits.device
-        difference = last[rows, answers.to(device)] - last[rows, wrong.to(device)]
-        return difference if each else difference.mean()
+        rows = torch.arange(len(answers), device=last.device)
+        right, other = answers.to(last.device), wrong.to(last.device)
+        differences = last[rows, right] - last[rows, other]
+        return differences if each else differences.mean()
 
-    metric.__name__ = "logit_difference"  # the name in pictures
-    return _reading(metric, position)
+    return _AtPosition("logit_difference", position, difference)
+
+
+class _AtPosition:
+    """A metric that reads the logits at one position of each row; `check_position` checks it.
+
+    Args:
+        name: its name in pictures.
+        position: the position, for all rows or for each.
+        function: the metric of these logits, ``[batch, d_vocab]``.
+    """
+
+    def __init__(
+        self, name: str, position: int | Tensor, function: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.__name__, self.position, self._function = name, position, function
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the metric of ``[batch, pos, d_vocab]``."""
+        return self._function(_logits_at(logits, self.position))
 
 
 def _logits_at(
@@ -512,18 +530,10 @@ def kl_divergence(
     """
     target = _logits_at(right, position).detach().log_softmax(-1)
 
-    def metric(logits: Tensor) -> Tensor:
-        log_probabilities = _logits_at(logits, position).log_softmax(-1)
-        return (target.exp() * (target - log_probabilities)).sum(-1).mean()
+    def divergence(last: Tensor) -> Tensor:
+        return (target.exp() * (target - last.log_softmax(-1))).sum(-1).mean()
 
-    metric.__name__ = "kl_divergence"
-    return _reading(metric, position)
-
-
-def _reading(metric: Metric, position: int | Tensor) -> Metric:
-    """Return the metric, marked with the position that it reads, for `check_position`."""
-    metric.position = position  # type: ignore[attr-defined]
-    return metric
+    return _AtPosition("kl_divergence", position, divergence)
 
 
 def divergence_at_last_tokens(

@@ -361,6 +361,7 @@ class RunMethods(HookMethods):
             UnknownHookError: a name that no hook point has.
             ValueError: a filter that matches nothing, or a hook point outside of the layers that
                 run; a function that returned a wrong shape.
+            RuntimeError: a named hook point did not run, as in a layer that the model skipped.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -372,7 +373,7 @@ class RunMethods(HookMethods):
         check_specs("bwd_hooks", bwd_hooks)
         for names, _ in (*fwd_hooks, *bwd_hooks):
             self.points_of_run(names, forward_kwargs)
-        with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
+        with hooked(self, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts, must_run=True):
             return self.forward(input, **forward_kwargs)
 
     @contextmanager

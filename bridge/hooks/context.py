@@ -79,9 +79,11 @@ class Listener:
     Attributes:
         in_run: whether the function is part of the run, so that hooks and caches see its own calls
             of the model. The function declares this by an attribute of this name.
+        called: whether the function was called.
     """
 
     __slots__ = (
+        "called",
         "deferrable",
         "fn",
         "in_run",
@@ -116,6 +118,7 @@ class Listener:
         self.optional = optional
         self.partial = partial
         self.in_run = getattr(fn, "in_run", False) is True
+        self.called = False
 
 
 class NamedPoint:

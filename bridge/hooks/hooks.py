@@ -483,6 +483,7 @@ class HookPoint(NamedPoint):
         """Call one function on its copy of the activation; return the result, and whether to use
         it.
         """
+        listener.called = True
         compiling = is_compiling()
         version = version_of(argument)
         holders = 0 if compiling else getrefcount(argument)

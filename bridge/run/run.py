@@ -553,8 +553,17 @@ def hooked(
     bwd_hooks: Sequence[HookSpec],
     reset_hooks_end: bool,
     clear_contexts: bool,
+    must_run: bool = False,
 ) -> Iterator[None]:
-    """Add hooks for the runs inside a ``with`` statement; see `TransformerBridge.hooks`."""
+    """Add hooks for the runs inside a ``with`` statement; see `TransformerBridge.hooks`.
+
+    Args:
+        bridge, fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts: as for `hooks`.
+        must_run: whether every hook point that is named must have run when the statement ends.
+
+    Raises:
+        RuntimeError: a named hook point did not run.
+    """
     chosen: list[tuple[HookPoint, HookFunction, Kind, bool]] = []
     both: tuple[tuple[Kind, Sequence[HookSpec]], ...] = (("fwd", fwd_hooks), ("bwd", bwd_hooks))
     for kind, specs in both:
@@ -573,6 +582,8 @@ def hooked(
             ]
             with bridge.wiring.scoped(members, scope):
                 yield
+            if must_run and bridge.refuses_silent_hooks and not bridge.core.training:
+                _check_called(members)
         else:
             level = bridge.kept_level
             add_hooks(
@@ -582,6 +593,24 @@ def hooked(
     finally:
         if clear_contexts:
             clear_all_contexts(bridge)
+
+
+def _check_called(members: Sequence[tuple[HookPoint, Listener]]) -> None:
+    """Check that each hook on a named point was called.
+
+    Raises:
+        RuntimeError: one was not: the model did not call its module.
+    """
+    missing = [
+        hook.name
+        for hook, listener in members
+        if listener.named and listener.kind == "fwd" and not listener.called
+    ]
+    if missing:
+        raise RuntimeError(
+            f"these hook points did not run on this input, so their hooks had no effect:"
+            f" {', '.join(missing)}"
+        )
 
 
 def check_hooks_run(bridge: RunnableBridge, start: int | None, stop: int | None) -> None:
