@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from adapters.inputs import may_take
+from adapters.inputs import accepted_by, may_take
 from adapters.multihead import open_multihead
 from adapters.observe.observe import WRONG, CallRecorder, ModuleCall, elements_of, one_line
 from adapters.points import core_of
@@ -65,7 +65,7 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         self._tokens, self._output = _ends(module)
         self.config.vocab_size = int(self.get_input_embeddings().num_embeddings)
         self.config.name_or_path = type(module).__name__
-        self.train(module.training)
+        self.training = module.training  # `train` would change the mode of its children
 
     @property
     def plain_module(self) -> nn.Module:
@@ -107,7 +107,10 @@ class PlainModel(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             return {"input_ids": input_ids}
         if may_take(self, "attention_mask"):
-            return {"input_ids": input_ids, "attention_mask": attention_mask}
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+            if "position_ids" in accepted_by(self):
+                inputs["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+            return inputs
         if not bool(attention_mask.all()):
             raise ValueError(
                 f"{type(self.module).__name__} takes no attention_mask, so padding would be read as"

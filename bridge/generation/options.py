@@ -23,7 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from adapters.inputs import accepted_arguments, accepted_by, gives_cache, takes, with_past_named
+from adapters.inputs import accepted_by, gives_cache, takes, with_past_named
 from adapters.linear import has_weights, input_device
 from adapters.observe.observe import WRONG, one_line
 from adapters.views import Kwargs
@@ -31,8 +31,15 @@ from bridge.arguments import check_choice, check_types
 from bridge.generation.penalties import add_penalties
 from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
-from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around, embeddings_given
+from bridge.rows import BatchRows, Side, check_said, check_zero_or_one, is_padded_in_front
+from bridge.run.inputs import (
+    TAKEN_BY,
+    Input,
+    RunnableBridge,
+    added_around,
+    embeddings_given,
+    refuse_wrapped_positions,
+)
 from bridge.run.rotary import refuse_rows_that_pass
 from bridge.run.tokenization import (
     HasTokenizer,
@@ -116,6 +123,8 @@ def prompt_of(
     rows.arrange(everything, side)
     more.update((name, everything[name]) for name in more)
     kwargs = {name: everything[name] for name in kwargs}
+    if mask is not None and is_padded_in_front(kwargs["attention_mask"]):
+        refuse_wrapped_positions(bridge)
     return GenerationPrompt(kwargs, everything.get("input_ids"), rows, right_padded, kind)
 
 
@@ -683,7 +692,7 @@ def _check_known(bridge: RunnableBridge, more: Kwargs) -> None:
     known = set(vars(GenerationConfig()))
     own: Any = type(bridge.core)
     known |= set(inspect.signature(own.generate).parameters)
-    known |= accepted_arguments(type(bridge.core).forward) | added_around(bridge.original_model)
+    known |= accepted_by(bridge.core) | added_around(bridge.original_model)
     known -= {"self", "inputs", "kwargs", "generation_config", "input_ids", "inputs_embeds"}
     for name in more:
         if name == "generation_config":

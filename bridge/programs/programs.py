@@ -36,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from adapters import imports as versions
 from adapters.imports import is_compiling
 from adapters.inputs import (
-    accepted_arguments,
+    accepted_by,
     makes_decoder_tokens,
     past_of,
     takes,
@@ -51,7 +51,7 @@ from bridge.programs.compiled import CompiledRun, Run, generating_model
 from bridge.programs.lower import Edits, Lowered, as_written, lower
 from bridge.programs.program_pass import ProgramPass
 from bridge.rows import PositionCounting
-from bridge.run.inputs import RunnableBridge
+from bridge.run.inputs import RunnableBridge, hides_positions
 from bridge.taps.attention_tap import AttentionWatch
 
 
@@ -95,7 +95,9 @@ class Program(nn.Module):
         if bridge.wiring.sharing is not None:
             bridge.wiring.sharing.refuse("a program")
         super().__init__()
-        self._known = accepted_arguments(type(core).forward)
+        self._known = accepted_by(core)
+        if hides_positions(bridge):
+            self._known -= {"attention_mask"}
         self.inputs = declared_inputs(inputs, self._known)
         self.lowered: Lowered = lower(bridge, capture, interventions, tuple(self.inputs))
         self.model = self.lowered.model

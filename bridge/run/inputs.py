@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adapters.config import config_of
 from adapters.inputs import (
@@ -481,7 +482,8 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) ->
     """Set the positions of left-padded tokens, if the model does not compute them itself.
 
     Raises:
-        ValueError: PEFT would not pass the positions on, or the model fails with them.
+        ValueError: PEFT or a wrapper would not pass the positions on, or the model fails with
+            them.
     """
     if (
         "position_ids" in kwargs
@@ -489,9 +491,10 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) ->
         or _counts_positions(bridge, kwargs.keys())
     ):
         return
-    if "position_ids" not in accepted_arguments(type(bridge.core).forward):
-        return
     if not is_padded_in_front(mask):
+        return
+    if "position_ids" not in accepted_by(bridge.core):
+        refuse_wrapped_positions(bridge)
         return
     if learns_prompt(bridge.original_model):
         raise ValueError(
@@ -506,6 +509,34 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) ->
         )
     counted = PositionCounting.of(bridge.original_model, bridge.core, bridge.block_paths)
     kwargs["position_ids"] = counted.places(mask)[:, -length:].to(input_device(bridge.wiring.model))
+
+
+def refuse_wrapped_positions(bridge: RunnableBridge) -> None:
+    """Reject left padding in a wrapper that hides the `position_ids` of the model inside.
+
+    Raises:
+        ValueError: it hides them.
+    """
+    if hides_positions(bridge):
+        plain = type(bridge.core.plain_module).__name__
+        raise ValueError(
+            f"left padding is not available: the forward of {plain} does not name position_ids,"
+            " which the model inside needs; add the argument and pass it on, or right-pad"
+            " (generate takes prompts of one length)"
+        )
+
+
+def hides_positions(bridge: RunnableBridge) -> bool:
+    """Tell whether a plain module wraps a model with position embeddings, and its forward does not
+    name `position_ids`.
+    """
+    plain, stack = getattr(bridge.core, "plain_module", None), bridge.architecture.token_stack
+    if plain is None or "position_ids" in accepted_by(bridge.core):
+        return False
+    if stack is None or stack.embedding.positions is None:
+        return False
+    inner = (module for module in plain.modules() if isinstance(module, PreTrainedModel))
+    return any("position_ids" in accepted_by(module) for module in inner)
 
 
 def _check_needed(core: nn.Module, taken: Takes, names: Collection[str]) -> None:
