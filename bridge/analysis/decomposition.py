@@ -484,6 +484,14 @@ def _norms_of_stream(model: StudiedBridge) -> Iterator[str]:
                 yield f"blocks.{layer}.{named.norm}"
 
 
+def stream_names(model: StudiedBridge, layer: int) -> list[str]:
+    """Return the hook points that show the residual stream entering a layer."""
+    names = [last_stream(model.hook_dict, layer)] if layer else []
+    if layer < model.cfg.n_layers:
+        names.append(f"blocks.{layer}.hook_resid_pre")
+    return names
+
+
 def stream_at(cache: AnalysedRun, layer: int) -> Float[Tensor, "*batch_pos d_model"]:
     """Return the residual stream that enters a layer (for ``n_layers``: what the final norm or the
     head reads).
@@ -502,8 +510,6 @@ def stream_at(cache: AnalysedRun, layer: int) -> Float[Tensor, "*batch_pos d_mod
         >>> stream_at(cache, 4).shape
         torch.Size([1, 3, 128])
     """
-    names = [last_stream(cache.model.hook_dict, layer)] if layer else []
-    if layer < cache.model.cfg.n_layers:
-        names.append(f"blocks.{layer}.hook_resid_pre")
+    names = stream_names(cache.model, layer)
     held = next((name for name in names if name in cache), names[0])
     return require(cache, [held])[0]

@@ -18,11 +18,12 @@ from bridge.analysis.analysis import (
     refuse_no_logit_sum,
     require,
 )
-from bridge.analysis.decomposition import Group, StreamTerms, stream_at
+from bridge.analysis.decomposition import Group, StreamTerms, stream_at, stream_names
 from bridge.analysis.layer_outputs import (
     gradients_of,
     norm_before,
     norm_of,
+    post_norm,
     results_of_heads,
     results_of_neurons,
 )
@@ -40,6 +41,17 @@ _LEFT_OUT = (
 #: The most numbers of terms after the final norm that are in memory at once, for per-position
 #: results.
 _AT_ONCE = 2**24
+
+#: The number of positions at which terms are compared with the stream.
+_COMPARED = 16
+#: The tolerance of that comparison, relative to the largest number; some norms compute in float32
+#: for any input type.
+_TOLERANCE = 1e-3
+
+
+class IncompleteSumWarning(UserWarning):
+    """The terms of a residual stream do not sum to the stream of the run."""
+
 
 Stack = Float[Tensor, "component ..."] | tuple[Float[Tensor, "component ..."], list[str]]
 
@@ -275,7 +287,9 @@ class ResidualMethods(AnalysedRun):
         groups: list[Group] = ["embed", "bias"] if incl_embeds else []
         groups += ["attn", "mixer", "mlp"] if mode == "all" else [mode]
         terms = StreamTerms(self, layer, mlp_input, groups=groups, pos_slice=pos_slice)
-        return self._finished(terms, mlp_input, apply_ln, return_labels)
+        return self._finished(
+            terms, mlp_input, apply_ln, return_labels, complete=mode == "all" and incl_embeds
+        )
 
     @refuse_wrong_types
     def accumulated_resid(
@@ -555,8 +569,14 @@ class ResidualMethods(AnalysedRun):
         )
         order = ("attn", "mixer", "mlp", "embed", "bias")
         stream.terms.sort(key=lambda term: order.index(term.group))
+        norms = (post_norm(self.model, 0, part) for part in ("attn", "mlp"))
         return self._finished(
-            stream, mlp_input, apply_ln, return_labels, directions=project_output_onto
+            stream,
+            mlp_input,
+            apply_ln,
+            return_labels,
+            directions=project_output_onto,
+            complete=post_norms or not any(norms),
         )
 
     def _finished(
@@ -567,9 +587,12 @@ class ResidualMethods(AnalysedRun):
         return_labels: bool,
         incl_remainder: bool = False,
         directions: Tensor | None = None,
+        complete: bool = False,
     ) -> Stack:
         layer, pos_slice = layer_of(self.model, terms.end, mlp_input), terms.pos_slice
         stack, labels = terms.stacked()
+        if complete:
+            _warn_other_sum(self, stack, layer, mlp_input, pos_slice)
         if incl_remainder:
             if mlp_input:
                 (stream,) = require(self, [f"blocks.{layer}.hook_resid_mid"])
@@ -582,6 +605,35 @@ class ResidualMethods(AnalysedRun):
             stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
         stack = _along(stack, directions)
         return (stack, labels) if return_labels else stack
+
+
+def _warn_other_sum(
+    cache: AnalysedRun,
+    stack: Float[Tensor, "component *batch_pos d_model"],
+    layer: int,
+    mlp_input: bool,
+    pos_slice: Index,
+) -> None:
+    """Warn if terms do not sum to the stream that the run recorded."""
+    names = [f"blocks.{layer}.hook_resid_mid"] if mlp_input else stream_names(cache.model, layer)
+    name = next((name for name in names if name in cache), None)
+    if name is None:
+        return
+    right = pick(cache[name], pos_slice, -2)
+    if right.ndim > 1:  # comparing a few positions is enough, and cheap
+        step = max(1, right.shape[-2] // _COMPARED)
+        stack, right = stack[..., ::step, :], right[..., ::step, :]
+    total = stack.sum(0).to(right)
+    largest = right.abs().max() if right.numel() else right.new_zeros(())
+    difference = (total - right).abs().max() if right.numel() else largest
+    if difference > max(_TOLERANCE, 30 * torch.finfo(right.dtype).eps) * largest:
+        warnings.warn(
+            f"the terms do not sum to {name}: they differ by up to {difference:.3g} (its largest"
+            f" number is {largest:.3g}). Something else changed the stream in this run: a hook, a"
+            " module's hook or forward that was replaced, or a factor changed after wrapping",
+            IncompleteSumWarning,
+            stacklevel=5,
+        )
 
 
 def _along(written: Tensor, directions: Tensor | None) -> Tensor:
