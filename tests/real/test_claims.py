@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bridge.analysis.logit_lens import head_contributions
-from bridge.circuits import path_patching
-from bridge.interventions import Set
+from bridge.circuits import logit_difference, path_patching
+from bridge.interventions import Add, Set
 from bridge.tasks import ioi
 from bridge.tasks.tasks import NAMES
 from tests.docs.site import ROOT
@@ -222,8 +222,13 @@ def test_who_tells_the_movers_where_to_look(objects):
     queries = [f"L23H{head}.q" for head in MOVERS]
 
     def change(chosen):
-        ends = pairs.clean, pairs.corrupted, pairs.metric()
-        return -path_patching(objects.bridge, *ends, chosen, queries, logits_to_keep=1)
+        """Return the mean over parts of 40 prompts: a graph's senders are all kept in memory."""
+        changes = []
+        for part in torch.arange(N).split(40):
+            metric = logit_difference(pairs.answers[part], pairs.wrong[part])
+            ends = pairs.clean[part], pairs.corrupted[part], metric
+            changes.append(path_patching(objects.bridge, *ends, chosen, queries, logits_to_keep=1))
+        return sum(changes) / len(changes)
 
     with torch.no_grad():
         total = pairs.metric()(objects.logits)
@@ -247,16 +252,27 @@ def test_who_tells_the_movers_where_to_look(objects):
 
 VECTOR = partial(agree, "learn_smollm_function_vector")
 MESSAGES = ("Continue.", "Complete the line.")
+#: What the page chooses, on other nouns.
+HEADS = "L20H5 L24H4 L20H6 L17H5 L18H6 L23H3 L22H5 L17H3 L14H1 L14H3"
+CHOSEN = "before layer 20, 2 times"
+BEST = [tuple(map(int, name[1:].split("H"))) for name in HEADS.split()]
 
 
 @pytest.fixture(scope="module")
 def page():
-    """Return the names that the page's code defines, the heads and the vector among them."""
+    """Return the names that the page's code defines, without the search for heads and layer."""
     text = (ROOT / "docs" / "learn_smollm_function_vector.md").read_text(encoding="utf-8")
-    names = {}
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(block, names)
+    names = {"LAYERS": [20]}
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    for block in blocks[:4]:
+        exec(re.sub(r"^best = .*\nprint.*\n", "", block).split("kept = {}")[0], names)
     return names
+
+
+def test_the_page_chooses_these_heads():
+    path = ROOT / "examples" / "learn_smollm_function_vector.ipynb"
+    stored = path.read_text(encoding="utf-8")
+    assert f"heads: {HEADS}\\n" in stored and f'"{CHOSEN}:' in stored
 
 
 @torch.no_grad()
@@ -266,39 +282,47 @@ def test_it_forms_plurals_from_examples(page):
     for task in ("plural", "shuffled"):
         tokens = page["with_examples"](held_out, N, task, SEED)
         shares.append(100 * page["right"](bridge(tokens, logits_to_keep=1), held_out))
-    VECTOR("On # prompts about held-out nouns it says #% of the plurals", [N, shares[0]], [0, 5])
-    VECTOR("if the examples are shuffled, #%", [shares[1]], [7])
+    VECTOR(
+        "On # prompts about held-out nouns it says #% of the plurals, if the examples are"
+        " shuffled #%",
+        [N, *shares],
+        [0, 5, 7],
+    )
     assert len(held_out) == 100 and not {*held_out} & {*page["seen"]}
 
 
 @torch.no_grad()
 def test_the_vector_and_what_is_no_vector(page):
-    held_out, layer, strength = page["held_out"], page["layer"], page["strength"]
-    streams = [page["without_examples"](held_out, message) for message in MESSAGES]
+    bridge, held_out, vector = page["bridge"], page["held_out"], page["vector"]
+    runs = [page["without_examples"](held_out, message) for message in MESSAGES]
+    stream = [run["resid_pre", 20] for run, _ in runs]
 
-    def share(vector, at=layer):
-        shares = [page["with_vector"](run, held_out, vector, at, strength) for run, _ in streams]
+    def share(added):
+        hooks = [("blocks.20.hook_resid_pre", Add(added, 2.0, positions=-1))]
+        shares = [
+            page["right"](
+                bridge.run_with_hooks(one, start_at_layer=20, fwd_hooks=hooks, logits_to_keep=1),
+                held_out,
+            )
+            for one in stream
+        ]
         return 100 * sum(shares) / len(MESSAGES)
 
-    alone = 100 * sum(share for _, share in streams) / len(MESSAGES)
-    candidates = page["candidates"]
-    vector = candidates["the function vector"]
+    alone = 100 * sum(right for _, right in runs) / len(MESSAGES)
+    plural = vector(page["plural"], BEST)
+    layers = {layer for layer, _ in BEST}
+    rest = [(layer, head) for layer in layers for head in range(9) if (layer, head) not in BEST]
     drawn = []
     for seed in range(1, 4):
-        heads = random.Random(seed).sample(page["rest"], 10)
-        others = page["vector"](page["plural"], heads)
-        drawn.append(share(others * vector.norm() / others.norm()))
+        others = vector(page["plural"], random.Random(seed).sample(rest, 10))
+        drawn.append(share(others * plural.norm() / others.norm()))
     VECTOR(
-        "Without examples it says #% of them, with the vector #%", [alone, share(vector)], [2, 6]
+        "Without examples it says #% of them, with the vector #%", [alone, share(plural)], [2, 6]
     )
     VECTOR("of three draws of ten other heads of these layers at most #%", [max(drawn)], [5])
     VECTOR(
         "the same heads over shuffled examples #%, over the noun repeated #%",
-        [
-            share(candidates["the same heads, shuffled examples"]),
-            share(candidates["the same heads, repeating"]),
-        ],
+        [share(vector(page[task], BEST)) for task in ("shuffled", "repeat")],
         [7, 5],
     )
-    VECTOR("before layer 16 #%", [share(vector, 16)], [5])
-    VECTOR("L20H5 alone #%", [share(page["vector"](page["plural"], [(20, 5)]))], [6])
+    VECTOR("L20H5 alone #%", [share(vector(page["plural"], [(20, 5)]))], [6])
