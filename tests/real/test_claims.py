@@ -204,7 +204,7 @@ def test_without_movers_and_suppressors(objects):
     relaxed = float(rises[0, 4])
     rises[0, 4] = 0
     IOI(
-        "no later head adds more than # to IO instead (L24H4 lowers it by # less)",
+        "one later head adds # more to IO, and L24H4 lowers it by # less",
         [rises.max(), relaxed],
         [0.15, 0.2],
     )
@@ -222,9 +222,9 @@ def test_who_tells_the_movers_where_to_look(objects):
     queries = [f"L23H{head}.q" for head in MOVERS]
 
     def change(chosen):
-        """Return the mean over parts of 40 prompts: a graph's senders are all kept in memory."""
+        """Return the mean over parts of 20 prompts: a graph's senders are all kept in memory."""
         changes = []
-        for part in torch.arange(N).split(40):
+        for part in torch.arange(N).split(20):
             metric = logit_difference(pairs.answers[part], pairs.wrong[part])
             ends = pairs.clean[part], pairs.corrupted[part], metric
             changes.append(path_patching(objects.bridge, *ends, chosen, queries, logits_to_keep=1))
