@@ -23,7 +23,7 @@ NOTEBOOKS = {
     "learn_features": 2,
     "learn_patching": 1,
     "learn_batch": 1,
-    "learn_smollm_ioi": 2,
+    "learn_smollm_ioi": 1,
     "learn_smollm_function_vector": 2,
     "ioi_circuit": 6,
     "from_hooked_transformer": 2,
