@@ -201,12 +201,15 @@ def test_without_movers_and_suppressors(objects):
     )
     IOI("without the layer's other four heads #%", [control[2]], [5])
     rises = movers[3] - intact[3]
-    relaxed = float(rises[0, 4])
-    rises[0, 4] = 0
+    known = [(0, 4), (5, 0), (5, 1)]
+    changes = [float(rises[head]) for head in known]
+    for head in known:
+        rises[head] = 0
     IOI(
-        "one later head adds # more to IO, and L24H4 lowers it by # less",
-        [rises.max(), relaxed],
-        [0.15, 0.2],
+        "L24H4 lowers IO by # less, L29H0 by # less, L29H1 adds # less, and no other later"
+        " head adds more than #",
+        [changes[0], changes[1], -changes[2], rises.max()],
+        [0.15] * 4,
     )
     of_s, of_io = without(23, [3]), without(24, [4])
     IOI("without it, S rises from # to #, and #% are right", [intact[1], *of_s[1:3]], [0.3, 0.3, 5])
