@@ -159,7 +159,7 @@ def test_copying_scores(objects):
         [copies[23, head] for head in MOVERS],
         [7] * 4,
     )
-    IOI("L24H5 and L23H5 copy # and #", [copies[24, 5], copies[23, 5]], [7, 7])
+    IOI("L24H5 and L23H5 copy #% and #%", [copies[24, 5], copies[23, 5]], [7, 7])
     IOI("L23H3 suppresses #%, L24H4 #%", [suppresses[23, 3], suppresses[24, 4]], [7, 7])
     IOI("the average of all 270 heads is #%", [sum(others) / 270], [0.6])
 
