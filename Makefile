@@ -165,7 +165,7 @@ docs: $(STAMP)
 	@echo "the pages are in build/docs/index.html"
 
 # Runs the notebooks of examples/ and stores them with what they show; an experiment's cells are those of docs/learn_*.md.
-notebooks: $(STAMP)
+notebooks: $(REAL)/.fetched
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.notebooks
 
 # Pictures, pages and notebooks in Chromium, and the built site.

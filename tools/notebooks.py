@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+#: What begins the names of experiments on a real model: the site shows their stored outputs.
+ON_REAL_MODEL = "learn_smollm_"
 #: What is kept of an output, as a notebook that is read on a page runs no script.
 KEPT = ("image/png", "text/plain")
 #: The first cell of code: on a machine without the package it installs an uploaded wheel.
@@ -80,11 +82,12 @@ def notebook_of(page: Path) -> Any:
     return made
 
 
-def executed(notebook: Any) -> Any:
+def executed(notebook: Any, on_real_model: bool = False) -> Any:
     """A notebook after a run from top to bottom.
 
     Args:
         notebook: it is changed.
+        on_real_model: whether it finds the model that `make real` fetches.
 
     Raises:
         CellExecutionError: a cell fails.
@@ -98,9 +101,11 @@ def executed(notebook: Any) -> Any:
         "JUPYTER_PLATFORM_DIRS": "1",
         "TQDM_DISABLE": "1",
     }
+    real = {"TRANSFORMER_BRIDGE_REAL": str(ROOT / ".venv" / "real")} if on_real_model else {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = folder
-        return NotebookClient(notebook, timeout=900, kernel_name="python3").execute(cwd=folder)
+        client = NotebookClient(notebook, timeout=900, kernel_name="python3")
+        return client.execute(cwd=folder, env={**real, **os.environ})
 
 
 def kept(notebook: Any) -> Any:
@@ -135,7 +140,8 @@ def main(names: list[str]) -> None:
         notebook = (
             notebook_of(of_pages[name]) if name in of_pages else nbformat.read(path, as_version=4)
         )
-        nbformat.write(kept(executed(notebook)), path)
+        run = executed(notebook, name.startswith(ON_REAL_MODEL))
+        nbformat.write(kept(run), path)
         print(f"{path.name}: {path.stat().st_size // 1000} kB")
 
 

@@ -64,6 +64,20 @@ def test_every_page_of_docs_is_there(pages):
         assert (SITE / f"{source.stem}.html").resolve() in pages
 
 
+@pytest.mark.parametrize(
+    "notebook", (ROOT / "examples").glob("learn_smollm_*"), ids=lambda path: path.stem
+)
+def test_a_page_on_a_real_model_shows_its_stored_pictures(pages, notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    stored = [
+        "".join(one["data"]["image/png"]) for one in outputs if "image/png" in one.get("data", {})
+    ]
+    loads = pages[(SITE / f"{notebook.stem}.html").resolve()].loads
+    shown = [link.partition("base64,")[2] for link in loads if link.startswith("data:image/png")]
+    assert shown == [png.strip() for png in stored] and shown
+
+
 def test_every_page_is_quiet_in_a_browser(browser, pages):
     for path in pages:
         seen = browser.open(path)

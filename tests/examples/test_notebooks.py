@@ -23,10 +23,15 @@ NOTEBOOKS = {
     "learn_features": 2,
     "learn_patching": 1,
     "learn_batch": 1,
+    "learn_smollm_ioi": 1,
+    "learn_smollm_function_vector": 2,
     "ioi_circuit": 6,
     "from_hooked_transformer": 2,
 }
 EXPERIMENTS = [name for name in NOTEBOOKS if name.startswith("learn_")]
+#: Those that need what `make real` fetches, and those that run on the model in the package.
+REAL_EXPERIMENTS = [name for name in EXPERIMENTS if name.startswith(notebooks.ON_REAL_MODEL)]
+ON_ANY_MODEL = [name for name in EXPERIMENTS if name not in REAL_EXPERIMENTS]
 
 
 def stored(name):
@@ -61,9 +66,10 @@ def test_an_experiment_is_its_page(name):
     ):
         assert page.count(part) == 1, part
     assert "## What we learned" in page and "assert " in page
+    listing = "real_model.md" if name in REAL_EXPERIMENTS else "index.md"
     assert re.search(
         rf"^{name}$",
-        (notebooks.ROOT / "docs" / "index.md").read_text(encoding="utf-8"),
+        (notebooks.ROOT / "docs" / listing).read_text(encoding="utf-8"),
         re.MULTILINE,
     )
 
@@ -101,12 +107,18 @@ def environment(monkeypatch):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # a run sets them; here they come back
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.real] if name in REAL_EXPERIMENTS else [])
+        for name in NOTEBOOKS
+    ],
+)
 def test_it_runs(environment, name):
     """To its end, so with the numbers that it asserts; what it prints has the words that are
     stored.
     """
-    notebook = notebooks.executed(stored(name))
+    notebook = notebooks.executed(stored(name), name in REAL_EXPERIMENTS)
     found = outputs(notebook)
     assert not [output for output in found if output.output_type == "error"]
     shown = [
@@ -142,7 +154,7 @@ ON_SMOLLM2 = {
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ON_ANY_MODEL)
 def test_an_experiment_on_a_real_model(environment, name):
     """The same cells, to their end, so with what they assert of any model."""
     place = (
