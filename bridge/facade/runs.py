@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
+from bridge.arguments import check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
@@ -21,6 +22,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.hooks.parts import KeptHeads, entries_of
 from bridge.interventions.operations import Index, axis_of, kept_index
+from bridge.interventions.probes import FittedProbe, ProbeReading, ProbesReader
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.parts import call_part
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
@@ -33,6 +35,7 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
+from bridge.run.tokenization import as_tokens, texts_in
 
 
 class RunMethods(HookMethods):
@@ -463,6 +466,63 @@ class RunMethods(HookMethods):
             max_bytes,
             **model_kwargs,
         )
+
+    def readings(
+        self,
+        texts: str | Sequence[str] | Int[Tensor, "batch pos"],
+        probes: Sequence[FittedProbe],
+        *,
+        prepend_bos: bool | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        batch_size: int = 32,
+    ) -> list[dict[str, ProbeReading]]:
+        """Return the readings of probes for each text. Only these numbers are kept.
+
+        Args:
+            texts: a text, several, or tokens ``[batch, pos]``.
+            probes: what `Probe.fit` returns.
+            prepend_bos: start texts with BOS; None: the model's default.
+            attention_mask: for tokens: 1 for tokens and 0 for padding.
+            batch_size: the number of texts in a run.
+
+        Returns:
+            For each text, the `ProbeReading` of each probe by its name.
+
+        Raises:
+            ValueError: no probes, two with the same name, or one that does not fit its hook point.
+            UnknownHookError: a probe of a point that the model does not have.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.interventions import FittedProbe
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> probe = FittedProbe(
+            ...     point="blocks.1.hook_resid_post", values=torch.ones(1, 128), over="mean"
+            ... )
+            >>> reading = bridge.readings(["Mary and John"], [probe])[0]["probe"]
+            >>> abs(reading.value - reading.tokens.mean().item()) < 1e-5
+            True
+        """
+        reader = ProbesReader(probes, self)
+        check_positive("batch_size", batch_size)
+        strings = texts_in(texts)
+        if strings is not None and attention_mask is not None:
+            raise ValueError("attention_mask is for tokens; for texts it is computed")
+        rows = strings if strings is not None else as_tokens(texts)
+        readings: list[dict[str, ProbeReading]] = []
+        for begin in range(0, len(rows), batch_size):
+            part, mask = rows[begin : begin + batch_size], attention_mask
+            if strings is not None:
+                batch = self.batch_of(part, prepend_bos)
+                part, mask = batch.tokens, batch.mask
+            elif mask is not None:
+                mask = mask[begin : begin + batch_size]
+            self.run_with_callback(
+                part, reader, reader.points, attention_mask=mask, return_type=None
+            )
+            readings += reader.take(mask)
+        return readings
 
     # Hook points in a basis of the user's.
 

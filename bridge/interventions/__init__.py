@@ -19,6 +19,7 @@ from bridge.interventions.operations import (
     Set,
     Zero,
 )
+from bridge.interventions.probes import FittedProbe, ProbeAgreement, ProbeReading, ProbeReport
 from bridge.interventions.touching import Touching
 
 __all__ = [
@@ -28,12 +29,16 @@ __all__ = [
     "Cap",
     "Clamp",
     "Condition",
+    "FittedProbe",
     "Interventions",
     "InterventionsFileError",
     "Mean",
     "Operation",
     "OtherModelError",
     "Probe",
+    "ProbeAgreement",
+    "ProbeReading",
+    "ProbeReport",
     "ProjectOnto",
     "ProjectOut",
     "Replace",

@@ -6,10 +6,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -19,6 +20,9 @@ from bridge.hooks.context import Generation, HookFunction, pass_of, pass_under_w
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
 from bridge.rows import BatchRows, token_axis
+
+if TYPE_CHECKING:
+    from bridge.interventions.probes import FittedProbe
 
 # --------------------------------------------------------------------------------------------------
 # The axes of an activation, and the entries that an index selects.
@@ -1301,6 +1305,49 @@ class Probe(Operation):
 
     def __lt__(self, threshold: float) -> Condition:
         return Condition(self.name, False, threshold, self.over)
+
+    @staticmethod
+    def fit(
+        acts: Float[Tensor, "row pos feature"] | Sequence[Tensor],
+        labels: Sequence[bool | int] | np.ndarray | Tensor,
+        point: str,
+        over: str = "last",
+        **options: Any,
+    ) -> FittedProbe:
+        """Fit a probe on labelled activations, by logistic regression (scikit-learn).
+
+        The features are standardised, and a token or the mean over tokens is classified: the last
+        token for ``"last"``, otherwise the mean. As in Kramár et al. 2026, ``"max"`` and ``"ema"``
+        aggregate another way only afterwards; see `FittedProbe` for the formulas. For
+        ``"multimax"`` the positive rows are split into groups by k-means, and each head separates
+        one group from the negative rows.
+
+        Args:
+            acts: ``[row pos feature]``, or for each row ``[pos feature]``.
+            labels: 0 or 1 for each row.
+            point: the hook point of the activations.
+            over: ``"last"``, ``"mean"``, ``"max"``, ``"multimax"`` or ``"ema"``.
+            options: ``mask=``, ``[row pos]``, 0 at padding; ``name=`` in conditions and answers;
+                ``strength=``, scikit-learn's ``C``; ``heads=`` of multimax; ``alpha=`` of an
+                exponential moving average; ``held_out=``, the share of rows for the report;
+                ``seed=``.
+
+        Raises:
+            ImportError: scikit-learn is not installed.
+            TypeError, ValueError: rows and labels that do not fit; an attention probe.
+
+        Example:
+            >>> import torch
+            >>> from bridge.interventions import Probe
+            >>> acts = torch.randn(80, 5, 16, generator=torch.Generator().manual_seed(0))
+            >>> labels = acts[:, -1, 3] > 0
+            >>> probe = Probe.fit(acts, labels, "blocks.1.hook_resid_post", over="last")
+            >>> probe.report().auroc > 0.9
+            True
+        """
+        from bridge.interventions.probes import fit
+
+        return fit(acts, labels, point, over, **options)
 
     @property
     def remembers(self) -> bool:
