@@ -19,6 +19,8 @@
 | ``lora_ops.bgmv_shrink`` | requests without an adapter in a pass with adapters (`repair`) |
 | ``ColumnParallelLinear``, ``RowParallelLinear`` | layers with columns sharded across processes |
 | ``MoEBlockFuser`` | fuses a mixture; disabled if routing is requested (`repair`) |
+| ``compute_logits``, ``logits_processor``, ``lm_head`` | lenses |
+| ``RequestOutput.kv_transfer_params`` | the field of a server's answer that readings leave in |
 | ``model.fusers`` | merged modules: a projection is a range of columns |
 """
 
@@ -234,6 +236,25 @@ def serve(
     asyncio.run(run())
 
 
+def check_whole_answer(params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that a server's answer to a request has room for readings: vLLM sends them with a whole
+    answer, and those of the first prompt only.
+
+    Args:
+        params: its `SamplingParams`.
+        args, kwargs: the further arguments of the client's `generate`: the name of the request.
+
+    Raises:
+        ValueError: a streamed answer, or a second prompt in one request.
+    """
+    kinds = import_module("vllm.sampling_params").RequestOutputKind
+    name = str(args[0] if args else kwargs["request_id"])
+    if params.output_kind is not kinds.FINAL_ONLY:
+        raise ValueError("readings come with a whole answer: stream must be false")
+    if name.startswith("cmpl-") and not name.endswith("-0"):
+        raise ValueError("readings are for one prompt a request")
+
+
 def json_response(content: object, code: int) -> Any:
     """Return an HTTP response of the server."""
     return import_module("fastapi.responses").JSONResponse(content, status_code=code)
@@ -259,7 +280,7 @@ def sampling(
         "ignore_eos": not ended,
         "detokenize": False,
         "extra_args": {"bridge": dict(ticket)},
-        "skip_reading_prefix_cache": bool(ticket["capture"]),
+        "skip_reading_prefix_cache": bool(ticket["capture"] or ticket["read"]),
     }
     if ours := [name for name in (*follows, "output_kind") if name in more]:
         raise TypeError(
@@ -402,6 +423,12 @@ class Span:
         """Return the hook points to capture."""
         names: Sequence[str] = self.ticket.get("capture", ())
         return names
+
+    @property
+    def readings(self) -> Sequence[str]:
+        """Return the keys of the readings."""
+        keys: Sequence[str] = self.ticket.get("read", ())
+        return keys
 
 
 def spans_of(runner: Any) -> list[Span]:
@@ -552,6 +579,37 @@ def is_sharded(module: nn.Module, kind: str) -> bool:
     return kind == "attention" or (
         isinstance(plain, linear.ColumnParallelLinear) and not plain.gather_output
     )
+
+
+def unembedded(model: Any, x: Tensor) -> Tensor:
+    """Return the output of the unembedding, without scale and soft cap, ``[token vocabulary]``.
+
+    Args:
+        model: vLLM's model.
+        x: ``[token feature]``.
+    """
+    logits: Tensor = model.logits_processor._get_logits(x, model.lm_head, model.lm_head.bias)
+    return logits
+
+
+def logits_of(model: Any, x: Tensor, norm: str | None) -> Tensor:
+    """Return the logits that the model computes from its last stream, ``[token vocabulary]``.
+
+    Args:
+        model: vLLM's model.
+        x: the stream, ``[token feature]``.
+        norm: the path of the final norm in the plain model; None: there is none.
+
+    Raises:
+        ValueError: the engine's tree has no such module.
+    """
+    if norm is not None:
+        location = find_module(model, norm)
+        if location is None:
+            raise ValueError(f"the engine's tree has no module {norm}")
+        x = location[0].forward(x)
+    logits: Tensor = model.compute_logits(x)
+    return logits
 
 
 def is_compiled(runner: Any) -> bool:

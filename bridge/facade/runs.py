@@ -17,6 +17,7 @@ from bridge.arguments import check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
+from bridge.generation import batch as generation
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
@@ -35,7 +36,7 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
-from bridge.run.tokenization import as_tokens, texts_in
+from bridge.run.tokenization import padded, texts_in
 
 
 class RunMethods(HookMethods):
@@ -469,7 +470,7 @@ class RunMethods(HookMethods):
 
     def readings(
         self,
-        texts: str | Sequence[str] | Int[Tensor, "batch pos"],
+        texts: str | generation.Prompts,
         probes: Sequence[FittedProbe],
         *,
         prepend_bos: bool | None = None,
@@ -479,7 +480,7 @@ class RunMethods(HookMethods):
         """Return the readings of probes for each text. Only these numbers are kept.
 
         Args:
-            texts: a text, several, or tokens ``[batch, pos]``.
+            texts: a text, several, or the tokens of several.
             probes: what `Probe.fit` returns.
             prepend_bos: start texts with BOS; None: the model's default.
             attention_mask: for tokens: 1 for tokens and 0 for padding.
@@ -509,19 +510,17 @@ class RunMethods(HookMethods):
         strings = texts_in(texts)
         if strings is not None and attention_mask is not None:
             raise ValueError("attention_mask is for tokens; for texts it is computed")
-        rows = strings if strings is not None else as_tokens(texts)
+        rows = strings
+        if rows is None:
+            rows = generation.prompts_of(self, texts, None, attention_mask)
         readings: list[dict[str, ProbeReading]] = []
         for begin in range(0, len(rows), batch_size):
-            part, mask = rows[begin : begin + batch_size], attention_mask
-            if strings is not None:
-                batch = self.batch_of(part, prepend_bos)
-                part, mask = batch.tokens, batch.mask
-            elif mask is not None:
-                mask = mask[begin : begin + batch_size]
+            part = rows[begin : begin + batch_size]
+            batch = padded(part) if strings is None else self.batch_of(part, prepend_bos)
             self.run_with_callback(
-                part, reader, reader.points, attention_mask=mask, return_type=None
+                batch.tokens, reader, reader.points, attention_mask=batch.mask, return_type=None
             )
-            readings += reader.take(mask)
+            readings += reader.take(batch.mask)
         return readings
 
     # Hook points in a basis of the user's.
