@@ -209,24 +209,24 @@ class FittedProbe:
             raise ValueError("a text without tokens has no reading")
         heads = len(self.values)
         values, queries = products.double().split([heads, products.shape[1] - heads], 1)
-        total: Tensor
-        if self.over == "last":
-            total = values[-1]
-        elif self.over == "mean":
-            total = values.mean(0)
-        elif self.over == "attention":
-            total = (queries.softmax(0) * values).sum(0)
-        else:
-            total = (self._moving_average(values) if self.over == "ema" else values).amax(0)
-        return float(total.sum()) + self.bias
+        return float(self._pooled(values, queries).sum()) + self.bias
 
-    def _moving_average(self, values: Tensor) -> Tensor:
+    def _pooled(self, values: Tensor, queries: Tensor) -> Tensor:
+        """Return each head's reading of one text, ``[head]``, from products ``[pos head]``."""
+        if self.over == "last":
+            return values[-1]
+        if self.over == "mean":
+            return values.mean(0)
+        if self.over == "attention":
+            return (queries.softmax(0) * values).sum(0)
+        if self.over != "ema":
+            return values.amax(0)
         averages = []
-        average = 0.0
-        for value in values[:, 0].tolist():
+        average = torch.zeros_like(values[0])
+        for value in values:
             average = self.alpha * value + (1 - self.alpha) * average
-            averages.append([average])
-        return torch.tensor(averages, dtype=torch.float64)
+            averages.append(average)
+        return torch.stack(averages).amax(0)
 
     def reading(self, products: Float[Tensor, "pos column"]) -> ProbeReading:
         """Return the reading of one text from its tokens' products, without padding."""
@@ -615,6 +615,31 @@ def _best_threshold(readings: Array, positive: Array) -> float:
     return float(middles[np.argmax(share(positive) - share(~positive))])
 
 
+def _many_readings(probe: FittedProbe, values: Tensor, rows: Rows) -> Array:
+    """Return the reading of each row with other values in place of a probe's, but for the bias.
+
+    Args:
+        probe: the probe, without queries.
+        values: ``[probe head feature]``.
+        rows: the activations of each row.
+    """
+    readings = []
+    for x in rows:
+        products = (x @ values.flatten(0, 1).to(x.device).T).double()
+        pooled = probe._pooled(products, products[:, :0])
+        readings.append(pooled.reshape(values.shape[:2]).sum(1).cpu())
+    return torch.stack(readings, 1).numpy()
+
+
+def _mixed(positive: Array, train: Array, generator: torch.Generator) -> Array:
+    """Return shuffled labels; training rows and others keep their numbers of positives."""
+    mixed = positive.copy()
+    for part in (train, ~train):
+        order = torch.randperm(int(part.sum()), generator=generator).numpy()
+        mixed[part] = mixed[part][order]
+    return mixed
+
+
 def _report(
     probe: FittedProbe,
     readings: Array,
@@ -632,27 +657,21 @@ def _report(
         sign = 1 if area(positive[train], numbers[train]) >= 0.5 else -1
         return float(area(positive[test], sign * numbers[test]))
 
-    directions, shuffles = [], []
-    for _ in range(_DIRECTIONS):
-        values = torch.randn(probe.values.shape, generator=generator)
-        directions.append(oriented(_readings_of(replace(probe, values=values), rows)))
-    for _ in range(_SHUFFLES):
-        mixed = positive.copy()
-        for part in (train, test):  # each part keeps its number of positives
-            order = torch.randperm(int(part.sum()), generator=generator).numpy()
-            mixed[part] = mixed[part][order]
-        chosen = [x for x, own in zip(rows, train, strict=True) if own]
-        values, bias = options.weights(chosen, mixed[train])
-        numbers = _readings_of(replace(probe, values=values, bias=bias), rows)
-        shuffles.append(area(mixed[test], numbers[test]))
+    directions = torch.randn(_DIRECTIONS, *probe.values.shape, generator=generator)
+    mixed = [_mixed(positive, train, generator) for _ in range(_SHUFFLES)]
+    chosen = [x for x, own in zip(rows, train, strict=True) if own]
+    fits = torch.stack([options.weights(chosen, labels[train])[0] for labels in mixed])
+    shuffles = zip(mixed, _many_readings(probe, fits, rows), strict=True)
     above = readings > probe.threshold
     return ProbeReport(
         auroc=float(area(positive[test], readings[test])),
         threshold=probe.threshold,
         false_positives=float(above[test & ~positive].mean()),
         true_positives=float(above[test & positive].mean()),
-        shuffled=float(np.mean(shuffles)),
-        random=float(np.mean(directions)),
+        shuffled=float(
+            np.mean([area(labels[test], numbers[test]) for labels, numbers in shuffles])
+        ),
+        random=float(np.mean([*map(oriented, _many_readings(probe, directions, rows))])),
         length=oriented(np.array([float(len(x)) for x in rows])),
         rows=int(test.sum()),
     )

@@ -602,12 +602,12 @@ def test_a_lens_reads_the_same_tokens_as_in_a_run(
 
 
 def test_decisions_over_ten_thousand_tokens(engine: Engine, bridge: TransformerBridge) -> None:
-    prompts = prompts_of(random.Random(2), 260)
+    prompts = prompts_of(random.Random(2), 290)
     readings = [reading["one"] for p in prompts for reading in bridge.readings([p], PROBES[:1])]
     level = float(torch.cat([reading.tokens for reading in readings]).median())
     probe = FittedProbe(point=POST, values=PROBES[0].values, over="max", bias=0.3, threshold=level)
     agreement = probe.compare(bridge, engine, prompts)
-    assert agreement.decisions > 9000 and 0.4 < agreement.positive / agreement.decisions < 0.6
+    assert agreement.decisions > 10_000 and 0.4 < agreement.positive / agreement.decisions < 0.6
     assert agreement.different == 0 and agreement.within_rounding <= 2
     assert agreement.largest < 1e-3
 
