@@ -236,25 +236,6 @@ def serve(
     asyncio.run(run())
 
 
-def check_whole_answer(params: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Check that a server's answer to a request has room for readings: vLLM sends them with a whole
-    answer, and those of the first prompt only.
-
-    Args:
-        params: its `SamplingParams`.
-        args, kwargs: the further arguments of the client's `generate`: the name of the request.
-
-    Raises:
-        ValueError: a streamed answer, or a second prompt in one request.
-    """
-    kinds = import_module("vllm.sampling_params").RequestOutputKind
-    name = str(args[0] if args else kwargs["request_id"])
-    if params.output_kind is not kinds.FINAL_ONLY:
-        raise ValueError("readings come with a whole answer: stream must be false")
-    if name.startswith("cmpl-") and not name.endswith("-0"):
-        raise ValueError("readings are for one prompt a request")
-
-
 def json_response(content: object, code: int) -> Any:
     """Return an HTTP response of the server."""
     return import_module("fastapi.responses").JSONResponse(content, status_code=code)
@@ -588,8 +569,9 @@ def unembedded(model: Any, x: Tensor) -> Tensor:
         model: vLLM's model.
         x: ``[token feature]``.
     """
-    logits: Tensor = model.logits_processor._get_logits(x, model.lm_head, model.lm_head.bias)
-    return logits
+    head = model.lm_head
+    logits: Tensor = head.quant_method.apply(head, x, bias=head.bias)
+    return logits[..., : model.logits_processor.org_vocab_size]  # without the padding of the table
 
 
 def logits_of(model: Any, x: Tensor, norm: str | None) -> Tensor:

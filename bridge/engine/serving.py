@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from os import PathLike
@@ -198,7 +198,7 @@ class SavedEdits:
         Raises:
             ValueError: there is no such reading here.
         """
-        listed = names if isinstance(names, list) else [names]
+        listed: list[Any] = names if isinstance(names, list) else [names]
         for name in listed:
             if name not in self._readings:
                 known = ", ".join(self._readings) or "none"
@@ -215,14 +215,15 @@ class SavedEdits:
         rpc = client.collective_rpc
 
         async def read_too(
-            running: AsyncIterator[Any], length: int, number: int, read: Sequence[EngineReading]
+            running: Any, length: int, number: int, read: Sequence[EngineReading]
         ) -> AsyncIterator[Any]:
             try:
-                async for out in running:
-                    if out.finished:
-                        captured = await _taken(number, rpc)
-                        out.kv_transfer_params = _served(out, length, number, read, captured)
-                    yield out
+                async with aclosing(running) as outputs:
+                    async for out in outputs:
+                        if out.finished:
+                            captured = await _taken(number, rpc)
+                            out.kv_transfer_params = _served(out, length, number, read, captured)
+                        yield out
             finally:
                 await _taken(number, rpc)  # there is something if the client has left
 
@@ -232,8 +233,6 @@ class SavedEdits:
                 raise ValueError("vllm_xargs has 'bridge', which is not for clients")
             edit = self.edit(extra.pop(_NAME)) if _NAME in extra else None
             read = self.readings(extra.pop(_READ)) if _READ in extra else []
-            if read:
-                insides.check_whole_answer(params, args, kwargs)
             prompt = _salted(prompt, edit)
             number = next(self._numbers)
             keys = [reading.key for reading in read]
@@ -250,7 +249,7 @@ class SavedEdits:
                 params.skip_reading_prefix_cache = params.skip_reading_prefix_cache or bool(keys)
             await _send(read, self._sent, rpc)
             async with self._room.holds(edit, rpc):
-                running = generate(prompt, params, *args, **kwargs)
+                running: Any = generate(prompt, params, *args, **kwargs)
                 running = read_too(running, length, number, read) if read else running
                 async with aclosing(running) as outputs:
                     async for out in outputs:
@@ -376,7 +375,7 @@ async def _send(readings: Sequence[EngineReading], sent: set[str], rpc: Callable
 
     Args:
         readings: the readings.
-        sent: the keys of those that it has; updated in place.
+        sent: the keys of its readings; updated in place.
         rpc: the function that calls the worker.
     """
     new = {reading.key: reading for reading in readings if reading.key not in sent}
@@ -402,8 +401,8 @@ def _salted(prompt: Any, edit: EngineEdit | None) -> Any:
 def _served(
     out: Any, prompt: int, number: int, readings: Sequence[EngineReading], captured: Captured
 ) -> dict[str, object]:
-    """Return the readings of an answer as a client receives them: for each sample those of probes
-    and of lenses, by name.
+    """Return the readings of an answer as a client receives them: per sample, the results of probes
+    and lenses by name.
 
     Args:
         out: vLLM's output.
@@ -432,19 +431,27 @@ def _plain(value: float | Tensor) -> object:
 
 
 async def refuse_beams(request: Any, call_next: Any) -> Any:
-    """Reject beam search requests: vLLM's beam search drops ``vllm_xargs``.
+    """Reject requests whose interventions or readings vLLM would drop: its beam search drops
+    ``vllm_xargs``, and readings come with a whole answer to one prompt.
 
     Args:
         request, call_next: Starlette's middleware arguments.
     """
     if request.method == "POST" and "json" in request.headers.get("content-type", ""):
         body = await request.json()
-        is_beam_search = isinstance(body, dict) and body.get("use_beam_search")
-        if is_beam_search and {_NAME, _READ} & {*(body.get("vllm_xargs") or {})}:
-            error = {
-                "message": "interventions and readings are not available with use_beam_search",
-                "type": "BadRequestError",
-                "code": 400,
-            }
+        for name, reason in _dropped(body) if isinstance(body, dict) else ():
+            message = f"{name} are not available with {reason}"
+            error = {"message": message, "type": "BadRequestError", "code": 400}
             return insides.json_response({"error": error}, 400)
     return await call_next(request)
+
+
+def _dropped(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each entry of ``vllm_xargs`` that would be dropped, with the reason."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    for name in {_NAME, _READ} & {*(body.get("vllm_xargs") or {})}:
+        if body.get("use_beam_search"):
+            yield name, "use_beam_search"
+        if name == _READ and (body.get("stream") or several):
+            yield name, "stream" if body.get("stream") else "several prompts in one request"

@@ -510,9 +510,7 @@ class RunMethods(HookMethods):
         strings = texts_in(texts)
         if strings is not None and attention_mask is not None:
             raise ValueError("attention_mask is for tokens; for texts it is computed")
-        rows = strings
-        if rows is None:
-            rows = generation.prompts_of(self, texts, None, attention_mask)
+        rows: Sequence[Any] = strings or generation.prompts_of(self, texts, None, attention_mask)
         readings: list[dict[str, ProbeReading]] = []
         for begin in range(0, len(rows), batch_size):
             part = rows[begin : begin + batch_size]

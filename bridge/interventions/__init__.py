@@ -1,9 +1,8 @@
 """Interventions as data: operations on activations that are hook functions, and can be saved."""
 
-from bridge.interventions.files import InterventionsFileError, OtherModelError
+from bridge.interventions.files import OPERATIONS, InterventionsFileError, OtherModelError
 from bridge.interventions.interventions import Interventions, load
 from bridge.interventions.operations import (
-    OPERATIONS,
     Add,
     AddScaled,
     Cap,
@@ -11,7 +10,6 @@ from bridge.interventions.operations import (
     Condition,
     Mean,
     Operation,
-    Probe,
     ProjectOnto,
     ProjectOut,
     Replace,
@@ -19,7 +17,13 @@ from bridge.interventions.operations import (
     Set,
     Zero,
 )
-from bridge.interventions.probes import FittedProbe, ProbeAgreement, ProbeReading, ProbeReport
+from bridge.interventions.probes import (
+    FittedProbe,
+    Probe,
+    ProbeAgreement,
+    ProbeReading,
+    ProbeReport,
+)
 from bridge.interventions.touching import Touching
 
 __all__ = [

@@ -1,11 +1,11 @@
-"""Fitted probes: linear readings of activations, aggregated over the tokens of a text."""
+"""Probes: linear readings of activations, aggregated over the tokens of a text."""
 
 from __future__ import annotations
 
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,18 @@ from torch import Tensor
 from bridge.arguments import check_choice, check_positive, shown, size_of
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.studied_bridge import StudiedBridge
-from bridge.interventions.operations import Condition, Probe
+from bridge.interventions.operations import (
+    POSITIONS,
+    Condition,
+    Number,
+    Operation,
+    SequencePart,
+    TokenReadings,
+    check_vectors,
+    probe_readings,
+    tokens_along,
+    user_rows,
+)
 
 #: How a probe's readings of the tokens become one number per text.
 AGGREGATIONS = ("last", "mean", "max", "multimax", "ema", "attention")
@@ -34,6 +45,139 @@ _FEWEST = 3
 
 Rows = Sequence[Tensor]
 Array = NDArray[Any]
+
+
+# --------------------------------------------------------------------------------------------------
+# A probe as an operation, for conditions.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Probe(Operation):
+    """An operation that reads ``activation @ direction + bias`` without a change; conditions use
+    the reading.
+
+    Args:
+        direction: ``[feature]``.
+        name: its name in conditions.
+        bias: a number.
+        over: whether ``probe > threshold`` is evaluated per token, or per row (see `Condition`).
+
+    Example:
+        >>> import torch
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import Add, Interventions, Probe
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> probe = Probe(torch.ones(128), "sure")
+        >>> steer = Add(torch.randn(128), where=probe > 2.0)
+        >>> pairs = Interventions(
+        ...     [("blocks.1.hook_resid_post", probe), ("blocks.2.hook_resid_post", steer)], bridge
+        ... )
+        >>> bridge.run_with_hooks("Mary and", fwd_hooks=pairs).shape
+        torch.Size([1, 3, 654])
+    """
+
+    direction: Tensor | str
+    name: str
+    bias: Number = 0.0
+    over: str = "tokens"
+    numbers = ("direction", "bias")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("over", self.over, ("tokens", "rows"))
+        check_vectors("direction", self.direction)
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"name is {self.name!r}; it must be a text")
+        if isinstance(self.direction, Tensor) and self.direction.ndim != 1:
+            raise ValueError(
+                f"direction has shape {list(self.direction.shape)}; it must be [feature]"
+            )
+        idle = [f.name for f in fields(Operation) if getattr(self, f.name) != f.default]
+        if idle:
+            raise ValueError(f"a probe reads everywhere: {', '.join(idle)} would have no effect")
+
+    def __gt__(self, threshold: float) -> Condition:
+        return Condition(self.name, True, threshold, self.over)
+
+    def __lt__(self, threshold: float) -> Condition:
+        return Condition(self.name, False, threshold, self.over)
+
+    @staticmethod
+    def fit(
+        acts: Float[Tensor, "row pos feature"] | Sequence[Tensor],
+        labels: Sequence[bool | int] | np.ndarray | Tensor,
+        point: str,
+        over: str = "last",
+        **options: Any,
+    ) -> FittedProbe:
+        """Fit a probe on labelled activations, by logistic regression (scikit-learn).
+
+        The features are standardised, and a token or the mean over tokens is classified: the last
+        token for ``"last"``, otherwise the mean. As in Kramár et al. 2026, ``"max"`` and ``"ema"``
+        aggregate another way only afterwards; see `FittedProbe` for the formulas. For
+        ``"multimax"`` the positive rows are split into groups by k-means, and each head separates
+        one group from the negative rows.
+
+        Args:
+            acts: ``[row pos feature]``, or for each row ``[pos feature]``.
+            labels: 0 or 1 for each row.
+            point: the hook point of the activations.
+            over: ``"last"``, ``"mean"``, ``"max"``, ``"multimax"`` or ``"ema"``.
+            options: ``mask=``, ``[row pos]``, 0 at padding; ``name=`` in conditions and answers;
+                ``strength=``, scikit-learn's ``C``; ``heads=`` of multimax; ``alpha=`` of an
+                exponential moving average; ``held_out=``, the share of rows for the report;
+                ``seed=``.
+
+        Raises:
+            ImportError: scikit-learn is not installed.
+            TypeError, ValueError: rows and labels that do not fit; an attention probe.
+
+        Example:
+            >>> import torch
+            >>> from bridge.interventions import Probe
+            >>> acts = torch.randn(80, 5, 16, generator=torch.Generator().manual_seed(0))
+            >>> labels = acts[:, -1, 3] > 0
+            >>> probe = Probe.fit(acts, labels, "blocks.1.hook_resid_post", over="last")
+            >>> probe.report().auroc > 0.9
+            True
+        """
+        return fit(acts, labels, point, over, **options)
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def check_point(self, hook: HookPoint) -> None:
+        super().check_point(hook)
+        axes = hook.point.axes.split()
+        if len(axes) != 3 or axes[0] != "batch" or axes[1] not in POSITIONS:
+            raise ValueError(
+                f"{hook.name} has the axes [{hook.point.axes}]; a probe reads [batch pos feature]"
+            )
+
+    def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
+        self.check_point(hook)
+        readings, step = probe_readings(hook)
+        values = activation @ self.number("direction", activation, inputs, hook)
+        values = values + self.number("bias", activation, inputs, hook)
+        unpadded = self._without_padding(values, tokens_along(1, activation, hook))
+        highest = unpadded.reshape(user_rows(len(values), hook), -1).amax(-1)
+        before = readings.get(self.name)
+        if before is not None and before.highest.shape == highest.shape:
+            highest = torch.maximum(highest, before.highest.to(highest.device))
+        readings[self.name] = TokenReadings(step, values.detach(), highest.detach())
+        return activation
+
+    @staticmethod
+    def _without_padding(values: Tensor, tokens: SequencePart) -> Tensor:
+        """Return the values ``[row token]`` with minus infinity at padding."""
+        if tokens.real is None:
+            return values
+        places = torch.arange(tokens.length, device="cpu") + tokens.first
+        real = tokens.real.to(values.device)[:, places.clamp(max=tokens.prompt - 1)]
+        generated = (places >= tokens.prompt).to(values.device)
+        return values.masked_fill(~(real | generated), float("-inf"))
 
 
 # --------------------------------------------------------------------------------------------------
