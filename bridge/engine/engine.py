@@ -62,8 +62,8 @@ from bridge.engine.readings import (
     LikelyTokens,
     Readable,
     engine_reading,
-    packed_readings,
     results_of,
+    unsent,
 )
 from bridge.engine.tables import EngineEdit, EnginePlace, base_of, fit, lower, packed
 from bridge.generation.batch import Prompts, prompts_of
@@ -712,10 +712,8 @@ class Engine:
 
     def _send(self, readings: Sequence[EngineReading]) -> None:
         """Send readings to the worker, each once."""
-        new = {x.key: x for x in readings if x.key not in self._sent}
-        if new:
-            self._vllm.collective_rpc("bridge_read", args=packed_readings(list(new.values())))
-            self._sent |= new.keys()
+        if (new := unsent(readings, self._sent)) is not None:
+            self._vllm.collective_rpc("bridge_read", args=new)
 
     def _finished(self, running: dict[str, _Request]) -> Iterator[EngineAnswer]:
         """Run the engine until all requests have ended; yield their answers.
@@ -799,8 +797,7 @@ class Engine:
         """
         for out in outputs:
             activations: dict[str, Tensor | Deferred] = {}
-            readings: dict[str, ProbeReading] = {}
-            lens: dict[str, LikelyTokens] = {}
+            results: dict[str, Any] = {}
             if captured is not None:
                 length = len(request.prompt) + len(out.token_ids) - 1
                 prefix = f"{number}/{out.index}/"
@@ -809,7 +806,7 @@ class Engine:
                     x = captured[prefix + name][:length]
                     values[name] = x.reshape(len(x), *self._places[name].shape)
                 activations = {name: self._shown(name, values) for name in request.capture}
-                readings, lens = results_of(request.readings, captured, prefix, length)
+                results = results_of(request.readings, captured, prefix, length)
             likely = [
                 {token: float(entry.logprob) for token, entry in entries.items()}
                 for entries in out.logprobs or ()
@@ -823,8 +820,8 @@ class Engine:
                 likely,
                 WhenAsked(activations, _computed_now),
                 captured is not None,
-                readings,
-                lens,
+                {name: x for name, x in results.items() if isinstance(x, ProbeReading)},
+                {name: x for name, x in results.items() if isinstance(x, LikelyTokens)},
             )
 
     def _kept_for(self, names: Sequence[str]) -> list[str]:

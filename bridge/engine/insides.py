@@ -562,36 +562,31 @@ def is_sharded(module: nn.Module, kind: str) -> bool:
     )
 
 
-def unembedded(model: Any, x: Tensor) -> Tensor:
-    """Return the output of the unembedding, without scale and soft cap, ``[token vocabulary]``.
-
-    Args:
-        model: vLLM's model.
-        x: ``[token feature]``.
-    """
-    head = model.lm_head
-    logits: Tensor = head.quant_method.apply(head, x, bias=head.bias)
-    return logits[..., : model.logits_processor.org_vocab_size]  # without the padding of the table
-
-
-def logits_of(model: Any, x: Tensor, norm: str | None) -> Tensor:
-    """Return the logits that the model computes from its last stream, ``[token vocabulary]``.
+def logits_of(
+    model: Any, x: Tensor, norm: str | None = None, factors: Sequence[float] = ()
+) -> Tensor:
+    """Return the logits that the model computes from a stream, ``[token vocabulary]``, in float32.
 
     Args:
         model: vLLM's model.
         x: the stream, ``[token feature]``.
         norm: the path of the final norm in the plain model; None: there is none.
+        factors: for the unembedding only, the factors of its input and output.
 
     Raises:
-        ValueError: the engine's tree has no such module.
+        ValueError: the engine's tree has no such norm.
     """
+    if factors:
+        head = model.lm_head
+        logits = head.quant_method.apply(head, x * factors[0], bias=head.bias) * factors[1]
+        # Without the padding of the table
+        return logits[..., : model.logits_processor.org_vocab_size].float()  # type: ignore[no-any-return]
     if norm is not None:
         location = find_module(model, norm)
         if location is None:
             raise ValueError(f"the engine's tree has no module {norm}")
         x = location[0].forward(x)
-    logits: Tensor = model.compute_logits(x)
-    return logits
+    return model.compute_logits(x).float()  # type: ignore[no-any-return]
 
 
 def is_compiled(runner: Any) -> bool:

@@ -25,7 +25,7 @@ from bridge.arguments import check_positive, shown
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.hooks.hooks import HookPoint
-from bridge.interventions import FittedProbe, ProbeReading
+from bridge.interventions import FittedProbe
 
 #: The number of tokens whose logits are in memory at once.
 _CHUNK = 256
@@ -88,7 +88,7 @@ class EngineReading:
     Attributes:
         source: the probe or lens.
         point: the canonical name of its hook point.
-        entry: its description: ``k``, ``norm`` and the factors of a lens.
+        entry: the description of a lens: ``k``, and arguments of `insides.logits_of`.
         tensors: its weights: ``map`` (``[column feature]``) and ``shift``.
     """
 
@@ -135,13 +135,14 @@ def engine_reading(source: Readable, bridge: TransformerBridge) -> EngineReading
     readout = bridge.architecture.readout
     model = bridge.original_model
     final = bridge.architecture.stack.final_norm
-    entry: dict[str, object] = {"k": source.k}
+    logits: dict[str, object] = {}
     if source.kind == "raw":
         if readout.bias is not None:
             raise ValueError("the model adds a bias after its unembedding: use kind='normed'")
-        entry["factors"] = [readout.factor_in, readout.factor_out]
+        logits["factors"] = [readout.factor_in, readout.factor_out]
     elif final is not None:
-        entry["norm"] = path_from(model, final.path).removeprefix(f"{base_path(model)}.")
+        logits["norm"] = path_from(model, final.path).removeprefix(f"{base_path(model)}.")
+    entry = {"k": source.k, "logits": logits}
     return EngineReading(source, hook.name, entry, tensors)
 
 
@@ -162,10 +163,11 @@ def _layer(hook: HookPoint) -> int:
 
 @torch.no_grad()
 def _affine(kind: str | nn.Module, layer: int, bridge: TransformerBridge) -> dict[str, Tensor]:
-    """Return the map and the shift of a trained lens at a layer; nothing for another kind.
+    """Return the map and the shift of a trained lens at a layer, which is affine; nothing for
+    another kind.
 
     Raises:
-        ValueError: it is for another model, or its map is not affine.
+        ValueError: it is for another model.
     """
     if isinstance(kind, str):
         return {}
@@ -173,27 +175,15 @@ def _affine(kind: str | nn.Module, layer: int, bridge: TransformerBridge) -> dic
     lens.check(bridge, unembedding=False)
     like = next(kind.parameters())
     read = lambda x: kind(x.to(like), layer).double().cpu()
-    identity = torch.eye(bridge.cfg.d_model, dtype=torch.float64)
-    shift = read(torch.zeros(1, bridge.cfg.d_model))[0]
-    weight = (read(identity) - shift).T
-    sample = torch.randn(4, len(identity), generator=torch.Generator().manual_seed(0)).double()
-    if not torch.allclose(read(sample), sample @ weight.T + shift, rtol=1e-3, atol=1e-3):
-        raise ValueError("the lens is not an affine map of the stream, which an engine needs")
-    return {"map": weight.float().contiguous(), "shift": shift.float()}
-
-
-def packed_readings(readings: Sequence[EngineReading]) -> tuple[str, bytes]:
-    """Serialise readings for the worker, as JSON and safetensors. No code is executed when they are
-    read.
-    """
-    tensors = {f"{x.key}.{name}": x.tensors[name] for x in readings for name in x.tensors}
-    return json.dumps([[x.key, x.point, x.entry] for x in readings]), bytes_of(tensors)
+    shift = read(torch.zeros(1, bridge.cfg.d_model))
+    weight = (read(torch.eye(bridge.cfg.d_model)) - shift).T
+    return {"map": weight.float().contiguous(), "shift": shift[0].float()}
 
 
 def results_of(
     readings: Sequence[EngineReading], captured: Mapping[str, Tensor], prefix: str, length: int
-) -> tuple[dict[str, ProbeReading], dict[str, LikelyTokens]]:
-    """Return the results of probes, and of lenses, by name.
+) -> dict[str, Any]:
+    """Return the `ProbeReading` or the `LikelyTokens` of each reading, by name.
 
     Args:
         readings: the readings of a request.
@@ -201,17 +191,32 @@ def results_of(
         prefix: the beginning of the names of the request's results.
         length: the number of its processed tokens.
     """
-    probes: dict[str, ProbeReading] = {}
-    lenses: dict[str, LikelyTokens] = {}
+    results: dict[str, Any] = {}
     for reading in readings:
+        result = lambda name, key=reading.key: captured[f"{prefix}{key} {name}"][:length]
         source = reading.source
-        key = prefix + reading.key
         if isinstance(source, FittedProbe):
-            probes[source.name] = source.reading(captured[f"{key} products"][:length])
+            results[reading.label] = source.reading(result("products"))
         else:
-            likely = [captured[f"{key} {name}"][:length] for name in ("tokens", "probabilities")]
-            lenses[reading.label] = LikelyTokens(*likely)
-    return probes, lenses
+            results[reading.label] = LikelyTokens(result("tokens"), result("probabilities"))
+    return results
+
+
+def unsent(readings: Sequence[EngineReading], sent: set[str]) -> tuple[str, bytes] | None:
+    """Serialise the readings that the worker lacks, as JSON and safetensors; None if it has all. No
+    code is executed when they are read.
+
+    Args:
+        readings: the readings.
+        sent: the keys of those that it has; updated in place.
+    """
+    new = {reading.key: reading for reading in readings if reading.key not in sent}
+    if not new:
+        return None
+    sent |= new.keys()
+    tensors = {f"{key} {name}": x for key, r in new.items() for name, x in r.tensors.items()}
+    listing = json.dumps([[key, reading.point, reading.entry] for key, reading in new.items()])
+    return listing, bytes_of(tensors)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,57 +224,41 @@ def results_of(
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkerReading:
-    """A reading in the worker: called with activations ``[token feature]``, it returns its results,
-    by the end of their name.
-
-    Attributes:
-        point: the hook point.
-        entry, tensors: see `EngineReading`.
-        model: vLLM's model.
-    """
-
-    point: str
-    entry: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    model: Any
-
-    def __call__(self, x: Tensor) -> dict[str, Tensor]:
-        if "k" not in self.entry:
-            return {"products": x.float() @ self.tensors["map"].T}
-        parts = [self._likely(part) for part in x.split(_CHUNK)]
-        names = ("probabilities", "tokens")
-        return dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
-
-    def _likely(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probabilities and the ids of the most likely tokens."""
-        if "map" in self.tensors:
-            x = (x.float() @ self.tensors["map"].T + self.tensors["shift"]).to(x.dtype)
-        if "factors" in self.entry:
-            factor_in, factor_out = self.entry["factors"]
-            logits = insides.unembedded(self.model, x * factor_in) * factor_out
-        else:
-            logits = insides.logits_of(self.model, x, self.entry.get("norm"))
-        top = logits.float().softmax(-1).topk(self.entry["k"])
-        return top.values, top.indices
-
-
-def unpacked_readings(listing: str, data: bytes, model: Any) -> dict[str, WorkerReading]:
-    """Deserialise readings; the inverse of `packed_readings`.
+def computed(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Any, x: Tensor) -> Any:
+    """Return the results of a reading by the end of their name.
 
     Args:
-        listing, data: see there.
+        entry, tensors: see `EngineReading`.
+        model: vLLM's model.
+        x: activations ``[token feature]``.
+    """
+    if "k" not in entry:
+        return {"products": x.float() @ tensors["map"].T}
+    parts = []
+    for part in x.split(_CHUNK):
+        if tensors:
+            part = (part.float() @ tensors["map"].T + tensors["shift"]).to(x.dtype)
+        parts.append(insides.logits_of(model, part, **entry["logits"]).softmax(-1).topk(entry["k"]))
+    names = ("probabilities", "tokens")
+    return {
+        name: torch.cat(values)
+        for name, values in zip(names, zip(*parts, strict=True), strict=True)
+    }
+
+
+def unpacked_readings(listing: str, data: bytes, model: Any) -> dict[str, tuple[str, Any]]:
+    """Deserialise readings: by key, the hook point and the function of its activation.
+
+    Args:
+        listing, data: see `unsent`.
         model: vLLM's model.
     """
     device = next(model.parameters()).device
-    tensors = {name: tensor.to(device) for name, tensor in tensors_of(data).items()}
-    readings = {}
-    for key, point, entry in json.loads(listing):
-        own = {
-            name: tensors[f"{key}.{name}"]
-            for name in ("map", "shift")
-            if f"{key}.{name}" in tensors
-        }
-        readings[key] = WorkerReading(point, entry, own, model)
-    return readings
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors_of(data).items():
+        key, _, end = name.partition(" ")
+        tensors.setdefault(key, {})[end] = tensor.to(device)
+    return {
+        key: (point, functools.partial(computed, entry, tensors.get(key, {}), model))
+        for key, point, entry in json.loads(listing)
+    }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from os import PathLike
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bridge.engine import insides
 from bridge.engine.engine import Engine, EngineAnswer, FromAnswers
-from bridge.engine.readings import EngineReading, Readable, packed_readings, results_of
+from bridge.engine.readings import EngineReading, Readable, results_of, unsent
 from bridge.engine.tables import EngineEdit, fit, packed
 from bridge.hooks.names import NamesFilter
 from bridge.interventions import load
@@ -371,17 +371,9 @@ class AsyncEngine:
 
 
 async def _send(readings: Sequence[EngineReading], sent: set[str], rpc: Callable[..., Any]) -> None:
-    """Send readings to the worker, each once.
-
-    Args:
-        readings: the readings.
-        sent: the keys of its readings; updated in place.
-        rpc: the function that calls the worker.
-    """
-    new = {reading.key: reading for reading in readings if reading.key not in sent}
-    if new:
-        await rpc("bridge_read", args=packed_readings(list(new.values())))
-        sent |= new.keys()
+    """Send readings to the worker, each once; `sent` has the keys of its readings."""
+    if (new := unsent(readings, sent)) is not None:
+        await rpc("bridge_read", args=new)
 
 
 async def _taken(number: int, rpc: Callable[..., Any]) -> dict[str, Tensor]:
@@ -411,23 +403,16 @@ def _served(
         readings: the readings.
         captured: the worker's results.
     """
-    samples: list[object] = []
+    samples = []
     for sample in out.outputs:
         length = prompt + len(sample.token_ids) - 1
         results = results_of(readings, captured, f"{number}/{sample.index}/", length)
-        plain = [
-            {
-                name: {key: _plain(x) for key, x in vars(value).items()}
-                for name, value in kind.items()
-            }
-            for kind in results
-        ]
-        samples.append(dict(zip(("readings", "lens"), plain, strict=True)))
-    return {"samples": samples}
+        samples.append({name: _plain(vars(result)) for name, result in results.items()})
+    return {"readings": samples}
 
 
-def _plain(value: float | Tensor) -> object:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _plain(result: Mapping[str, float | Tensor]) -> dict[str, object]:
+    return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in result.items()}
 
 
 async def refuse_beams(request: Any, call_next: Any) -> Any:
@@ -439,19 +424,20 @@ async def refuse_beams(request: Any, call_next: Any) -> Any:
     """
     if request.method == "POST" and "json" in request.headers.get("content-type", ""):
         body = await request.json()
-        for name, reason in _dropped(body) if isinstance(body, dict) else ():
-            message = f"{name} are not available with {reason}"
+        if isinstance(body, dict) and (why := _why_dropped(body)):
+            message = f"interventions or readings are not available with {why}"
             error = {"message": message, "type": "BadRequestError", "code": 400}
             return insides.json_response({"error": error}, 400)
     return await call_next(request)
 
 
-def _dropped(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each entry of ``vllm_xargs`` that would be dropped, with the reason."""
+def _why_dropped(body: Mapping[str, Any]) -> str:
+    """Return why interventions or readings of a request would be dropped; "" if they are not."""
+    xargs = body.get("vllm_xargs") or {}
     prompt = body.get("prompt")
+    if body.get("use_beam_search") and (_NAME in xargs or _READ in xargs):
+        return "use_beam_search"
+    if _READ in xargs and body.get("stream"):
+        return "stream"
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    for name in {_NAME, _READ} & {*(body.get("vllm_xargs") or {})}:
-        if body.get("use_beam_search"):
-            yield name, "use_beam_search"
-        if name == _READ and (body.get("stream") or several):
-            yield name, "stream" if body.get("stream") else "several prompts in one request"
+    return "several prompts in one request" if _READ in xargs and several else ""

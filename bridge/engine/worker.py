@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from adapters.views import Args, Kwargs
 from bridge.engine import insides
-from bridge.engine.readings import WorkerReading, unpacked_readings
+from bridge.engine.readings import unpacked_readings
 from bridge.engine.tables import SiteRows, unpacked
 
 #: For each request's number and sample: the captured activations by hook point, each with the
@@ -185,7 +185,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         self.bridge_found: dict[str, dict[str, Any]] = {}
         self.bridge_columns: dict[str, tuple[int, Tensor]] = {}
         self.bridge_edits: dict[str, list[tuple[SiteRows, int]]] = {}
-        self.bridge_readings: dict[str, WorkerReading] = {}
+        self.bridge_readings: dict[str, tuple[str, Any]] = {}
         self.bridge_captures: Captures = {}
         self.bridge_edited_blocks: set[int] = set()
         self._bridge_place(config)
@@ -271,7 +271,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         """Add readings that requests may name by their keys.
 
         Args:
-            listing, data: see `packed_readings`.
+            listing, data: see `unsent`.
         """
         self.bridge_readings |= unpacked_readings(listing, data, self.model_runner.model)
 
@@ -283,7 +283,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         captured = {self.bridge_columns[name][0] for span in spans for name in span.captures}
         for span in spans:
             for key in span.readings:
-                captured.add(self.bridge_columns[self.bridge_readings[key].point][0])
+                captured.add(self.bridge_columns[self.bridge_readings[key][0]][0])
         for number, site in enumerate(self.bridge_sites):
             if self.bridge_compiled or site.editing:
                 site.table("row").zero_()
@@ -312,8 +312,8 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         for span in spans:
             values = {name: self._bridge_kept(name, span) for name in span.captures}
             for key in span.readings:
-                reading = self.bridge_readings[key]
-                results = reading(self._bridge_kept(reading.point, span))
+                point, function = self.bridge_readings[key]
+                results = function(self._bridge_kept(point, span))
                 values |= {f"{key} {name}": result for name, result in results.items()}
             for name, value in values.items():
                 request = (span.ticket["number"], span.sample)

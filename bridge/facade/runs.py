@@ -13,17 +13,15 @@ from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
-from bridge.arguments import check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
-from bridge.generation import batch as generation
 from bridge.hooks.context import Listener, Scope
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.hooks.parts import KeptHeads, entries_of
 from bridge.interventions.operations import Index, axis_of, kept_index
-from bridge.interventions.probes import FittedProbe, ProbeReading, ProbesReader
+from bridge.interventions.probes import FittedProbe, ProbeReading, probes_at, readings_of
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.parts import call_part
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
@@ -36,7 +34,6 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
-from bridge.run.tokenization import padded, texts_in
 
 
 class RunMethods(HookMethods):
@@ -470,21 +467,19 @@ class RunMethods(HookMethods):
 
     def readings(
         self,
-        texts: str | generation.Prompts,
+        texts: str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor],
         probes: Sequence[FittedProbe],
         *,
         prepend_bos: bool | None = None,
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
         batch_size: int = 32,
     ) -> list[dict[str, ProbeReading]]:
-        """Return the readings of probes for each text. Only these numbers are kept.
+        """Return the readings of probes for each text.
 
         Args:
-            texts: a text, several, or the tokens of several.
+            texts: a text, several, or the tokens of several, each without padding.
             probes: what `Probe.fit` returns.
             prepend_bos: start texts with BOS; None: the model's default.
-            attention_mask: for tokens: 1 for tokens and 0 for padding.
-            batch_size: the number of texts in a run.
+            batch_size: the number of texts in a run. Tokens are run one text at a time.
 
         Returns:
             For each text, the `ProbeReading` of each probe by its name.
@@ -505,20 +500,24 @@ class RunMethods(HookMethods):
             >>> abs(reading.value - reading.tokens.mean().item()) < 1e-5
             True
         """
-        reader = ProbesReader(probes, self)
-        check_positive("batch_size", batch_size)
-        strings = texts_in(texts)
-        if strings is not None and attention_mask is not None:
-            raise ValueError("attention_mask is for tokens; for texts it is computed")
-        rows: Sequence[Any] = strings or generation.prompts_of(self, texts, None, attention_mask)
+        by_point = probes_at(probes, self)
+        if isinstance(texts, Tensor):
+            raise TypeError("texts is a tensor; it must be texts, or a list of tokens for each")
+        rows: Sequence[Any] = [texts] if isinstance(texts, str) else texts
+        size = batch_size if all(isinstance(row, str) for row in rows) else 1
         readings: list[dict[str, ProbeReading]] = []
-        for begin in range(0, len(rows), batch_size):
-            part = rows[begin : begin + batch_size]
-            batch = padded(part) if strings is None else self.batch_of(part, prepend_bos)
-            self.run_with_callback(
-                batch.tokens, reader, reader.points, attention_mask=batch.mask, return_type=None
-            )
-            readings += reader.take(batch.mask)
+        for begin in range(0, len(rows), size):
+            tokens, mask = rows[begin], None
+            if isinstance(tokens, str):
+                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
+                tokens, mask = batch.tokens, batch.mask
+            tokens = torch.atleast_2d(torch.as_tensor(tokens))
+            options = {"attention_mask": mask, "return_type": None}
+            _, cache = self.run_with_cache(tokens, names_filter=list(by_point), **options)
+            real = torch.ones_like(tokens) if mask is None else mask
+            for row, own in enumerate(real.bool()):
+                acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}
+                readings.append(readings_of(by_point, acts))
         return readings
 
     # Hook points in a basis of the user's.

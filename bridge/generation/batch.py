@@ -67,7 +67,7 @@ from bridge.hooks.context import (
 from bridge.hooks.hooks import HookPoint, checked_function
 from bridge.hooks.names import NamesFilter
 from bridge.interventions.operations import Operation
-from bridge.interventions.probes import FittedProbe, ProbeReading, check_names
+from bridge.interventions.probes import FittedProbe, ProbeReading, readings_of
 from bridge.rows import check_said, check_zero_or_one
 from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
@@ -368,7 +368,6 @@ def generate_batch(
     interventions: Sequence[HookSpec],
     each: Sequence[Sequence[HookSpec]] | None,
     options: GenerationOptions,
-    probes: Sequence[FittedProbe] = (),
 ) -> Iterator[Answer]:
     """Continue many prompts at once; see `TransformerBridge.generate_batch`. All arguments are
     checked before it returns.
@@ -378,7 +377,6 @@ def generate_batch(
         prompts: as tokens.
         interventions, each: as for `TransformerBridge.generate_batch`.
         options: the other arguments, with `capture` as their `names_filter`.
-        probes: the probes of `readings`.
     """
     sharing = bridge.wiring.sharing
     turns = None if sharing is None else sharing.turns(partial(_pass_of_nothing, bridge))
@@ -389,9 +387,7 @@ def generate_batch(
     refuse_requests_that_differ(bridge.core, [*map(len, prompts)], options.max_new_tokens)
     edits = _edits(bridge, interventions, each, len(prompts))
     captured = _captured(bridge, options.names_filter)
-    check_names(probes)
-    read = [probe.check(bridge) for probe in probes]
-    _check_points(edits, [*captured, *read])
+    _check_points(edits, captured)
     good: list[PackedRequest] = []
     failed: list[PackedRequest] = []
     for i, prompt in enumerate(prompts):
@@ -399,18 +395,26 @@ def generate_batch(
         request.error = _prompt_error(bridge, request.prompt, options.max_new_tokens)
         (good if request.error is None else failed).append(request)
     if good or turns is not None:
-        names = [hook.name for hook in (*edits, *captured, *read)]
+        names = [hook.name for hook in (*edits, *captured)]
         _check_processes(bridge, [names, prompts, options.max_new_tokens])
         check_batches(bridge, turns)
     if not good:
         if turns is not None:
             turns.end()
         return iter([_answer(bridge, request, [], ()) for request in failed])
-    batch = _Batch(bridge, good, edits, captured, options, turns=turns, probes=probes)
-    answers = _answers(batch, failed)
+    answers = _answers(_Batch(bridge, good, edits, captured, options, turns=turns), failed)
     next(answers)  # from here on the generator's `finally` ends the batch, even if it is abandoned
     # Where processes share the model, nothing else may run it meanwhile: compute all answers first.
     return answers if sharing is None else iter(list(answers))
+
+
+def with_readings(
+    answers: Iterator[Answer], by_point: Mapping[str, Sequence[FittedProbe]]
+) -> Iterator[Answer]:
+    """Yield answers, whose caches have the hook points of probes, with the readings."""
+    for answer in answers:
+        acts = answer.cache and {point: answer.cache[point][0] for point in by_point}
+        yield replace(answer, readings=readings_of(by_point, acts)) if acts else answer
 
 
 def _check_processes(bridge: RunnableBridge, arguments: list[Any]) -> None:
@@ -661,7 +665,6 @@ class _Batch:
         options: GenerationOptions,
         proof: bool = False,
         turns: Turns | None = None,
-        probes: Sequence[FittedProbe] = (),
     ) -> None:
         core = bridge.core
         sharing = bridge.wiring.sharing
@@ -670,17 +673,13 @@ class _Batch:
         self.options = options
         self.edits = edits
         self.captured = captured
-        self.probes = probes
-        self.read: dict[HookPoint, list[FittedProbe]] = {}
-        for probe in probes:
-            self.read.setdefault(probe.check(bridge), []).append(probe)
         self.others = turns
         self.retries = not proof and len(requests) > 1 and sharing is None
         self.room = self._capacity()
         self.by_id = {str(request.index): request for request in requests}
         self.scope = Scope()
         self._attention = _ExchangedAttention(core)
-        has_hooks = bool(edits or captured or self.read or options.output_logits)
+        has_hooks = bool(edits or captured or options.output_logits)
         #: No function is called in a pass: compilation and the sharing of pages stay as
         #: transformers has them.
         self._free = not has_hooks and sharing is None and not self._attention.is_exchanged
@@ -698,7 +697,7 @@ class _Batch:
         batch."""
         #: The edited requests; None among them: all.
         self._edited = {index for edits in self.edits.values() for index, _ in edits}
-        hooks = (*self.edits, *self.captured, *self.read)
+        hooks = (*self.edits, *self.captured)
         self._whole_logits = any(hook.name.startswith("unembed") for hook in hooks)
         self._waiting = deque(self.requests)
         self._under_way: dict[str, PackedRequest] = {}
@@ -875,17 +874,16 @@ class _Batch:
     def start(self) -> None:
         """Attach the listeners, and begin."""
         wiring = self.bridge.wiring
-        hooks = dict.fromkeys([*self.edits, *self.captured, *self.read])
+        hooks = dict.fromkeys([*self.edits, *self.captured])
         if hooks:
             wiring.check_in_place()
         members = []
         for hook in hooks:
             edits = self.edits.get(hook, ())
-            capture = hook in self.captured
-            function = PackedHook(self._now, edits, capture, self.fail, self.read.get(hook, ()))
+            function = PackedHook(self._now, edits, hook in self.captured, self.fail)
             listener = Listener("fwd" if edits else "read", function, self.scope)
             members.append((hook, listener))
-        for hook, name in read_by([*self.edits, *self.captured, *self.read]).items():
+        for hook, name in read_by([*self.edits, *self.captured]).items():
             check = TellsApart(self._now, hook, self.fail)
             members.append((wiring.points[name], Listener("read", check, self.scope)))
         with _TURN:
@@ -1126,9 +1124,7 @@ def _answers(batch: _Batch, failed: Sequence[PackedRequest]) -> Iterator[Answer]
                         ) from error
                     request.error = error
                 bar.update()
-                yield _answer(
-                    bridge, request, tokens, batch.captured, options.output_logits, batch.probes
-                )
+                yield _answer(bridge, request, tokens, batch.captured, options.output_logits)
         finally:
             batch.stop()
             if batch.others is not None:
@@ -1143,9 +1139,7 @@ def _repeated(batch: _Batch, request: PackedRequest) -> Iterator[Answer]:
     """Run a request again, on its own, and return its answer."""
     requests = [_new_request(request.index, request.prompt)]
     options = replace(batch.options, verbose=False)
-    alone = _Batch(
-        batch.bridge, requests, batch.edits, batch.captured, options, probes=batch.probes
-    )
+    alone = _Batch(batch.bridge, requests, batch.edits, batch.captured, options)
     answers = _answers(alone, [])
     next(answers)
     return answers
@@ -1157,7 +1151,6 @@ def _answer(
     tokens: Sequence[int],
     captured: Sequence[HookPoint],
     logits: bool = False,
-    probes: Sequence[FittedProbe] = (),
 ) -> Answer:
     new = torch.tensor(list(tokens), dtype=torch.long, device="cpu")
     if request.error is not None:
@@ -1168,7 +1161,4 @@ def _answer(
     if captured:
         values = {hook.name: together(request.kept.pop(hook.name), hook) for hook in captured}
         answer = replace(answer, cache=ActivationCache(values, bridge))
-    products = {name: torch.cat(parts) for name, parts in request.products.items()}
-    readings = {probe.name: probe.reading(products[probe.name]) for probe in probes}
-    answer = replace(answer, readings=readings)
     return replace(answer, logits=torch.stack(request.logits)) if logits else answer

@@ -21,7 +21,6 @@ from bridge.bases.bases import reconstructed
 from bridge.hooks.context import CURRENT, Generation, HookFunction, Listener, RunContext
 from bridge.hooks.hooks import HookPoint, checked
 from bridge.interventions.operations import Operation
-from bridge.interventions.probes import FittedProbe
 from bridge.modules import close
 
 #: A hook point's function, for one request (by its number) or, with None, for all.
@@ -38,7 +37,6 @@ class PackedRequest:
         generation: the state of its generation.
         kept: for each captured hook point, pairs of the position of the first query and the
             activation.
-        products: for each probe, the products of each pass's tokens.
         logits: the logits of each new token.
         error: the error that one of its functions raised.
         started: whether its prompt has been processed.
@@ -48,7 +46,6 @@ class PackedRequest:
     prompt: list[int]
     generation: Generation
     kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
-    products: dict[str, list[Tensor]] = field(default_factory=dict)
     logits: list[Tensor] = field(default_factory=list)
     error: BaseException | None = None
     started: bool = False
@@ -188,7 +185,6 @@ class PackedHook:
         edits: the functions, in order.
         capture: whether to keep the edited activations.
         failed: called with a request whose function raised, and the error.
-        probes: the probes whose products with the edited activations are kept.
     """
 
     in_run = True
@@ -199,12 +195,10 @@ class PackedHook:
         edits: Sequence[Edit],
         capture: bool,
         failed: Callable[[PackedRequest, BaseException], None],
-        probes: Sequence[FittedProbe] = (),
     ) -> None:
         self._now = now
         self._capture = capture
         self._failed = failed
-        self._probes = probes
         self._edits = list(edits)
         #: Every function does the same to every token, of whichever request.
         self._together = all(index is None and _is_tokenwise(fn) for index, fn in edits)
@@ -224,12 +218,6 @@ class PackedHook:
                 index = now.index(part, act, hook)
                 value = act[index].detach().clone() if before is None else before[index]
                 part.request.kept.setdefault(hook.name, []).append((part.first, value))
-        for probe in self._probes:
-            products = probe.products(act)[0].cpu()
-            for part in now.parts:
-                part.request.products.setdefault(probe.name, []).append(
-                    products[slice(*part.queries)]
-                )
         return act if edited else None
 
     def _edit(self, part: RequestPart, now: Packed, act: Tensor, hook: HookPoint) -> bool:

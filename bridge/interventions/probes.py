@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from os import PathLike, fspath
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.arguments import check_choice, check_positive, shown, size_of
@@ -36,11 +31,9 @@ from bridge.interventions.operations import (
 
 #: How a probe's readings of the tokens become one number per text.
 AGGREGATIONS = ("last", "mean", "max", "multimax", "ema", "attention")
-#: The name of the header in a probe's file.
-_HEADER = "transformer_bridge_probe"
-#: The number of random directions, and of shuffles of the labels, that a report averages over.
+#: The numbers of random directions, and of shuffles of the labels, that a report averages over.
 _DIRECTIONS, _SHUFFLES = 20, 5
-#: A class needs one held-out row and two others.
+#: The smallest number of rows of a class: one is held out.
 _FEWEST = 3
 
 Rows = Sequence[Tensor]
@@ -280,7 +273,7 @@ class FittedProbe:
         fitted: what `report` returns; None for weights from elsewhere.
 
     Raises:
-        ValueError: weights that do not fit the aggregation.
+        ValueError: weights that do not fit the aggregation, or `alpha` out of range.
 
     Example:
         >>> import torch
@@ -310,24 +303,19 @@ class FittedProbe:
 
     def __post_init__(self) -> None:
         check_choice("over", self.over, AGGREGATIONS)
-        if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"name is {self.name!r}; it must be a text")
-        for name in ("bias", "alpha", "threshold"):
-            if not isinstance(getattr(self, name), int | float):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a number")
-        if self.values.ndim != 2 or not self.values.is_floating_point():
-            raise ValueError(f"values is {shown(self.values)}; it must be [head feature]")
-        if len(self.values) != 1 and self.over not in ("multimax", "attention"):
-            raise ValueError(f'over="{self.over}" has one head; values has {len(self.values)}')
-        if (self.queries is not None) != (self.over == "attention"):
-            raise ValueError(f'queries are for over="attention"; over is {self.over!r}')
-        if self.queries is not None and self.queries.shape != self.values.shape:
+        shape = self.values.shape
+        several = self.over in ("multimax", "attention")
+        if len(shape) != 2 or (len(self.values) > 1 and not several):
             raise ValueError(
-                f"queries has shape {list(self.queries.shape)}, values {list(self.values.shape)}:"
-                " they must be the same"
+                f'values is {shown(self.values)}; over="{self.over}" takes [head feature] with'
+                f" {'one head or more' if several else 'one head'}"
             )
-        if not bool(self.weights.isfinite().all()):
-            raise ValueError("the weights of the probe contain NaN or infinity")
+        queries = None if self.queries is None else self.queries.shape
+        if queries != (shape if self.over == "attention" else None):
+            raise ValueError(
+                f"queries is {shown(self.queries)}; it must have the shape of values for"
+                ' over="attention", and be None otherwise'
+            )
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; it must be above 0, and at most 1")
 
@@ -344,16 +332,10 @@ class FittedProbe:
         return activation.detach().float() @ self.weights.to(activation.device).T
 
     def aggregate(self, products: Float[Tensor, "pos column"]) -> float:
-        """Return the reading of one text from its tokens' products, without padding.
-
-        Raises:
-            ValueError: there are no tokens.
-        """
-        if not len(products):
-            raise ValueError("a text without tokens has no reading")
+        """Return the reading of one text from its tokens' products, without padding."""
         heads = len(self.values)
         values, queries = products.double().split([heads, products.shape[1] - heads], 1)
-        return float(self._pooled(values, queries).sum()) + self.bias
+        return float(self._pooled(values, queries).sum() + self.bias)
 
     def _pooled(self, values: Tensor, queries: Tensor) -> Tensor:
         """Return each head's reading of one text, ``[head]``, from products ``[pos head]``."""
@@ -374,10 +356,8 @@ class FittedProbe:
 
     def reading(self, products: Float[Tensor, "pos column"]) -> ProbeReading:
         """Return the reading of one text from its tokens' products, without padding."""
-        products = products.cpu()
-        single = products.shape[1] == 1
-        tokens = products[:, 0] + self.bias if single else products
-        return ProbeReading(self.aggregate(products), tokens)
+        tokens = products[:, 0] + self.bias if products.shape[1] == 1 else products
+        return ProbeReading(self.aggregate(products), tokens.cpu())
 
     def report(self) -> ProbeReport:
         """Return the quality of the probe on held-out rows, with controls.
@@ -452,129 +432,51 @@ class FittedProbe:
         """
         runs = [reading[self.name] for reading in bridge.readings(texts, [self])]
         answers = engine.generate(list(texts), 1, readings=[self])
-        pairs = zip(runs, [answer.readings[self.name] for answer in answers], strict=True)
-        numbers: list[tuple[Tensor, Tensor]] = []
-        for run, other in pairs:
-            if run.tokens.shape != other.tokens.shape:
-                raise ValueError(
-                    f"a text has {len(run.tokens)} tokens in the run and {len(other.tokens)} in the"
-                    " engine: pass texts that both begin alike"
-                )
-            single = run.tokens.ndim == 1
-            both = (run, other)
-            run_numbers, other_numbers = [
-                x.tokens if single else torch.tensor([x.value]) for x in both
-            ]
-            numbers.append((run_numbers, other_numbers))
-        ours, theirs = (torch.cat(list(side)) for side in zip(*numbers, strict=True))
-        return _agreement(ours, theirs, self.threshold, tolerance)
+        ours, theirs = map(self._decided, (runs, [x.readings[self.name] for x in answers]))
+        if len(ours) != len(theirs):
+            raise ValueError(
+                f"the run has {len(ours)} tokens and the engine {len(theirs)}: pass texts that both"
+                " begin alike"
+            )
+        above = ours > self.threshold
+        differ = above != (theirs > self.threshold)
+        near = (ours - self.threshold).abs() <= tolerance * ours.abs().max().clamp_min(1.0)
+        counts = [int(x.sum()) for x in (above, differ & near, differ & ~near)]
+        return ProbeAgreement(len(ours), *counts, float((ours - theirs).abs().max()))
 
-    def save(self, file: str | PathLike[str]) -> None:
-        """Write the probe to a safetensors file."""
-        tensors = {"values": self.values, "queries": self.queries}
-        kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
-        names = ("point", "over", "name", "bias", "alpha", "threshold")
-        header: dict[str, object] = {name: getattr(self, name) for name in names}
-        header["fitted"] = None if self.fitted is None else asdict(self.fitted)
-        save_file(kept, fspath(file), {_HEADER: json.dumps(header)})
-
-    @classmethod
-    def load(cls, file: str | PathLike[str], bridge: StudiedBridge | None = None) -> FittedProbe:
-        """Read a probe that `save` wrote. Nothing in the file is executed.
-
-        Args:
-            file: the path.
-            bridge: the model that it is for, whose hook point and sizes must fit.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it holds something else.
-        """
-        path = Path(file)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-        try:
-            with safe_open(path, framework="pt") as opened:
-                header = json.loads((opened.metadata() or {})[_HEADER])
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            fitted = header.pop("fitted")
-            fitted = None if fitted is None else ProbeReport(**fitted)
-            probe = cls(**header, **tensors, fitted=fitted)
-        except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is not a file of a probe: {error}") from error
-        if bridge is not None:
-            probe.check(bridge)
-        return probe
+    def _decided(self, readings: Sequence[ProbeReading]) -> Tensor:
+        """Return the numbers that decisions are about."""
+        if len(self.weights) > 1:
+            return torch.tensor([reading.value for reading in readings])
+        return torch.cat([reading.tokens for reading in readings])
 
 
-def _agreement(ours: Tensor, theirs: Tensor, threshold: float, tolerance: float) -> ProbeAgreement:
-    """Compare readings of a run and of an engine; see `FittedProbe.compare`."""
-    differ = (ours > threshold) != (theirs > threshold)
-    near = (ours - threshold).abs() <= tolerance * float(ours.abs().max().clamp_min(1.0))
-    return ProbeAgreement(
-        len(ours),
-        int((ours > threshold).sum()),
-        int((differ & near).sum()),
-        int((differ & ~near).sum()),
-        float((ours - theirs).abs().max()),
-    )
-
-
-def check_names(probes: Sequence[FittedProbe]) -> None:
-    """Reject readings that are no probes, or that share a name.
+def probes_at(probes: Sequence[FittedProbe], bridge: StudiedBridge) -> dict[str, list[FittedProbe]]:
+    """Return the probes of each hook point, by its name.
 
     Raises:
-        TypeError: one is no `FittedProbe`.
-        ValueError: two have the same name.
+        ValueError: two have the same name, or one does not fit its hook point.
     """
+    by_point: dict[str, list[FittedProbe]] = {}
     for probe in probes:
-        if not isinstance(probe, FittedProbe):
-            raise TypeError(
-                f"readings has {shown(probe)}; it takes what Probe.fit returns, or a FittedProbe"
-            )
+        by_point.setdefault(probe.check(bridge).name, []).append(probe)
     names = [probe.name for probe in probes]
-    if len(set(names)) < len(names):
+    if len({*names}) < len(names):
         raise ValueError(f"the probes are named {', '.join(names)}: give each its own name")
+    return by_point
 
 
-class ProbesReader:
-    """A callback of a run that keeps the products of some probes, and no activation.
-
-    Args:
-        probes: the probes.
-        bridge: the bridge, on which they are checked.
-
-    Attributes:
-        points: the hook points that they read.
+def readings_of(
+    by_point: Mapping[str, Sequence[FittedProbe]], acts: Mapping[str, Tensor]
+) -> dict[str, ProbeReading]:
+    """Return the reading of each probe by its name, from one text's activations ``[pos feature]``
+    by hook point.
     """
-
-    def __init__(self, probes: Sequence[FittedProbe], bridge: StudiedBridge) -> None:
-        if not probes:
-            raise ValueError("there are no probes to read with: the list is empty")
-        check_names(probes)
-        self._probes: dict[str, list[FittedProbe]] = {}
-        for probe in probes:
-            self._probes.setdefault(probe.check(bridge).name, []).append(probe)
-        self.points = list(self._probes)
-        self._products: dict[str, Tensor] = {}
-
-    def __call__(self, activation: Tensor, hook: HookPoint) -> None:
-        for probe in self._probes[hook.name]:
-            self._products[probe.name] = probe.products(activation).cpu()
-
-    def take(self, mask: Tensor | None) -> list[dict[str, ProbeReading]]:
-        """Return the readings of the run's rows.
-
-        Args:
-            mask: ``[row pos]``, 0 at padding; None: no padding.
-        """
-        probes = [probe for group in self._probes.values() for probe in group]
-        rows = []
-        for row in range(len(self._products[probes[0].name])):
-            real = slice(None) if mask is None else mask[row].bool().cpu()
-            rows.append({x.name: x.reading(self._products[x.name][row, real]) for x in probes})
-        self._products.clear()
-        return rows
+    return {
+        probe.name: probe.reading(probe.products(acts[point]))
+        for point, probes in by_point.items()
+        for probe in probes
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -584,33 +486,106 @@ class ProbesReader:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The arguments of a fit: the aggregation, the inverse strength of the penalty, the number of
-    heads, and the seed.
+    """The rows of a fit, and its options; see `Probe.fit`.
+
+    Attributes:
+        rows: ``[pos feature]`` each.
+        pooled: ``[row feature]``, the last token or the mean, in float64.
+        train, test: the numbers of the rows of each part.
+        heads: the number of heads; 0: one, of all positive rows.
+        strength, random: scikit-learn's ``C``, and the source of random numbers.
     """
 
-    over: str
-    strength: float
+    rows: Rows
+    pooled: Array
+    train: Array
+    test: Array
     heads: int
-    seed: int
+    strength: float
+    random: np.random.RandomState
 
-    def weights(self, rows: Rows, positive: Array) -> tuple[Tensor, float]:
-        """Return the values ``[head feature]`` and the bias of a probe."""
-        last = self.over == "last"
-        pooled = torch.stack([(x[-1] if last else x.double().mean(0)).double() for x in rows])
-        x = pooled.cpu().numpy()
+    def weights(self, positive: Array) -> tuple[Tensor, float]:
+        """Return the values ``[head feature]`` and the bias of a probe of the training rows."""
+        x, positive = self.pooled[self.train], positive[self.train]
         groups = [positive]
-        if self.over == "multimax":
-            groups = self._groups(x, positive)
-        fits = [_logistic(x[group | ~positive], group[group | ~positive], self) for group in groups]
-        values = torch.from_numpy(np.stack([coefficients for coefficients, _ in fits]))
-        return values.float(), float(sum(bias for _, bias in fits))
+        if self.heads:
+            kinds = np.full(len(x), -1)
+            means = _sklearn("cluster").KMeans(self.heads, n_init=10, random_state=self.random)
+            kinds[positive] = means.fit_predict(x[positive])
+            groups = [kinds == head for head in range(self.heads)]
+        fits = [self._logistic(x, group, group | ~positive) for group in groups]
+        values = np.stack([coefficients for coefficients, _ in fits])
+        return torch.from_numpy(values).float(), float(sum(bias for _, bias in fits))
 
-    def _groups(self, x: Array, positive: Array) -> list[Array]:
-        """Split the positive rows into one group for each head, by k-means."""
-        cluster = _sklearn("cluster").KMeans(self.heads, n_init=10, random_state=self.seed)
-        labels = np.full(len(x), -1)
-        labels[positive] = cluster.fit_predict(x[positive])
-        return [labels == head for head in range(self.heads)]
+    def _logistic(self, x: Array, positive: Array, chosen: Array) -> tuple[Array, float]:
+        """Return the coefficients and the intercept of a logistic regression on standardised
+        features of the chosen rows, in the units of the features.
+        """
+        scaler = _sklearn("preprocessing").StandardScaler()
+        model = _sklearn("linear_model").LogisticRegression(
+            C=self.strength, max_iter=10_000, tol=1e-8
+        )
+        model.fit(scaler.fit_transform(x[chosen]), positive[chosen])
+        coefficients = model.coef_[0] / scaler.scale_
+        return coefficients, model.intercept_[0] - coefficients @ scaler.mean_
+
+    def readings(self, probe: FittedProbe) -> Array:
+        """Return the reading of each row."""
+        return np.array([probe.aggregate(probe.products(x)) for x in self.rows])
+
+    def area(self, labels: Array, readings: Array, oriented: bool = False) -> float:
+        """Return the area under the ROC curve of the held-out rows.
+
+        Args:
+            labels, readings: those of all rows.
+            oriented: whether the training rows decide the sign of the readings.
+        """
+        area = _sklearn("metrics").roc_auc_score
+        below = oriented and area(labels[self.train], readings[self.train]) < 0.5
+        return float(
+            area(labels[self.test], -readings[self.test] if below else readings[self.test])
+        )
+
+    def threshold(self, positive: Array, readings: Array) -> float:
+        """Return the threshold with the largest difference of true and false positives on the
+        training rows, halfway between two readings.
+        """
+        readings, positive = readings[self.train], positive[self.train]
+        levels = np.unique(readings)
+        if len(levels) == 1:
+            raise ValueError("the activations of all rows read the same: there is nothing to fit")
+        middles = (levels[:-1] + levels[1:]) / 2
+        true, false = readings[positive], readings[~positive]
+        gains = [(true > level).mean() - (false > level).mean() for level in middles]
+        return float(middles[np.argmax(gains)])
+
+    def report(self, probe: FittedProbe, positive: Array, readings: Array) -> ProbeReport:
+        """Return the report on the held-out rows."""
+        shape = probe.values.shape
+        above = (readings > probe.threshold)[self.test]
+        truth = positive[self.test]
+        directions, shuffles = [], []
+        for _ in range(_DIRECTIONS):
+            values = torch.from_numpy(self.random.standard_normal(shape)).float()
+            noise = self.readings(replace(probe, values=values))
+            directions.append(self.area(positive, noise, oriented=True))
+        for _ in range(_SHUFFLES):
+            mixed = positive.copy()
+            for part in (self.train, self.test):  # each keeps its number of positives
+                mixed[part] = mixed[self.random.permutation(part)]
+            values, bias = self.weights(mixed)
+            noise = self.readings(replace(probe, values=values, bias=bias))
+            shuffles.append(self.area(mixed, noise))
+        return ProbeReport(
+            auroc=self.area(positive, readings),
+            threshold=probe.threshold,
+            false_positives=float(above[~truth].mean()),
+            true_positives=float(above[truth].mean()),
+            shuffled=float(np.mean(shuffles)),
+            random=float(np.mean(directions)),
+            length=self.area(positive, np.array([len(x) for x in self.rows]), oriented=True),
+            rows=len(self.test),
+        )
 
 
 def fit(
@@ -634,93 +609,43 @@ def fit(
             'over="attention" has no convex fit: train its weights elsewhere, and pass them to'
             ' FittedProbe(point=, values=, queries=, over="attention")'
         )
-    if not strength > 0 or not 0 < held_out < 1:
-        raise ValueError(
-            f"strength is {strength} and held_out {held_out}; strength must be above 0, and"
-            " held_out between 0 and 1"
-        )
     check_positive("heads", heads)
     rows = _rows(acts, mask)
-    positive = _labels(labels, len(rows))
-    generator = torch.Generator().manual_seed(seed)
-    train = _training_rows(positive, held_out, generator)
-    options = _Fit(over, strength, heads, seed)
-    if over == "multimax" and heads > int((positive & train).sum()):
-        raise ValueError(f"heads is {heads}, and there are fewer positive rows to fit them on")
-    values, bias = options.weights(
-        [x for x, own in zip(rows, train, strict=True) if own], positive[train]
+    positive = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if positive.shape != (len(rows),) or not np.isin(positive, (0, 1)).all():
+        raise ValueError(
+            f"labels is {shown(labels)}; it must have a 0 or 1 for each of the {len(rows)} rows"
+        )
+    positive = positive.astype(bool)
+    if min(positive.sum(), (~positive).sum()) < _FEWEST:
+        raise ValueError(
+            f"{positive.sum()} of {len(rows)} rows are positive: each class needs {_FEWEST}"
+        )
+    train, test = _sklearn("model_selection").train_test_split(
+        np.arange(len(rows)), test_size=held_out, stratify=positive, random_state=seed
     )
+    pooled = torch.stack([x[-1] if over == "last" else x.double().mean(0) for x in rows])
+    x = pooled.double().cpu().numpy()
+    random = np.random.RandomState(seed)
+    task = _Fit(rows, x, train, test, heads if over == "multimax" else 0, strength, random)
+    values, bias = task.weights(positive)
     probe = FittedProbe(point=point, values=values, over=over, name=name, bias=bias, alpha=alpha)
-    readings = _readings_of(probe, rows)
-    probe = replace(probe, threshold=_best_threshold(readings[train], positive[train]))
-    fitted = _report(probe, readings, rows, positive, train, options, generator)
-    return replace(probe, fitted=fitted)
+    readings = task.readings(probe)
+    probe = replace(probe, threshold=task.threshold(positive, readings))
+    return replace(probe, fitted=task.report(probe, positive, readings))
 
 
 def _rows(acts: Tensor | Rows, mask: Tensor | None) -> list[Tensor]:
     """Return the activations of each row, ``[pos feature]``, without padding."""
-    if isinstance(acts, Tensor) and acts.ndim != 3:
-        raise ValueError(
-            f"acts is {shown(acts)}; it must be [row pos feature], or a list of [pos feature]"
-            " (one activation per row: acts[:, None])"
-        )
-    if mask is not None and (not isinstance(acts, Tensor) or mask.shape != acts.shape[:2]):
-        raise ValueError(f"mask is {shown(mask)}; it must be [row pos], for acts [row pos feature]")
-    rows = [x if mask is None else x[mask[i].bool().to(x.device)] for i, x in enumerate(acts)]
-    widths = {x.shape[-1] for x in rows}
-    for i, x in enumerate(rows):
-        if x.ndim != 2 or not len(x) or len(widths) > 1 or not bool(x.isfinite().all()):
+    if mask is not None:
+        acts = [x[real.bool().to(x.device)] for x, real in zip(acts, mask, strict=True)]
+    for i, x in enumerate(acts):
+        if x.ndim != 2 or not len(x):
             raise ValueError(
-                f"acts[{i}] is {shown(x)}; each row must be [pos feature] with one token or more,"
-                " of the same width, and without NaN or infinity"
+                f"acts[{i}] is {shown(x)}; each row must be [pos feature] with one token or more"
+                " (one activation per row: acts[:, None])"
             )
-    return [x.detach().float() for x in rows]
-
-
-def _labels(labels: Sequence[bool | int] | Tensor | Array, count: int) -> Array:
-    """Return the labels as an array of booleans.
-
-    Raises:
-        ValueError: they do not fit the rows.
-    """
-    values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    if values.shape != (count,) or not np.isin(values, (0, 1)).all():
-        raise ValueError(
-            f"labels has shape {list(values.shape)} and values {sorted(set(values.flat))[:4]}; it"
-            f" must have a 0 or 1 for each of the {count} rows"
-        )
-    positive = values.astype(bool)
-    if min(positive.sum(), (~positive).sum()) < _FEWEST:
-        raise ValueError(
-            f"{int(positive.sum())} of {count} rows are positive: each class needs {_FEWEST}"
-        )
-    return positive
-
-
-def _training_rows(positive: Array, held_out: float, generator: torch.Generator) -> Array:
-    """Return a mask of the training rows: the same share of both classes is held out."""
-    train = np.ones(len(positive), dtype=bool)
-    for label in (True, False):
-        rows = np.flatnonzero(positive == label)
-        rows = rows[torch.randperm(len(rows), generator=generator).numpy()]
-        count = min(max(1, round(len(rows) * held_out)), len(rows) - 2)
-        train[rows[:count]] = False
-    return train
-
-
-def _logistic(x: Array, positive: Array, options: _Fit) -> tuple[Array, float]:
-    """Return the coefficients and the intercept of scikit-learn's logistic regression on
-    standardised features, in the units of the features.
-    """
-    scale = x.std(0)
-    scale[scale == 0] = 1.0
-    middle = x.mean(0)
-    regression = _sklearn("linear_model").LogisticRegression(
-        C=options.strength, max_iter=10_000, tol=1e-8
-    )
-    regression.fit((x - middle) / scale, positive)
-    coefficients = regression.coef_[0] / scale
-    return coefficients, float(regression.intercept_[0] - coefficients @ middle)
+    return [x.detach().float() for x in acts]
 
 
 def _sklearn(module: str) -> Any:
@@ -735,87 +660,3 @@ def _sklearn(module: str) -> Any:
         raise ImportError(
             "Probe.fit needs scikit-learn: pip install 'transformer-bridge[probes]'"
         ) from error
-
-
-def _readings_of(probe: FittedProbe, rows: Rows) -> Array:
-    """Return the reading of each row."""
-    return np.array([probe.aggregate(probe.products(x)) for x in rows])
-
-
-def _best_threshold(readings: Array, positive: Array) -> float:
-    """Return the threshold with the largest difference of true and false positives, halfway between
-    two readings.
-
-    Raises:
-        ValueError: all readings are the same.
-    """
-    levels = np.unique(readings)
-    if len(levels) == 1:
-        raise ValueError("the activations of all rows read the same: there is nothing to fit")
-    middles = (levels[:-1] + levels[1:]) / 2
-    share = lambda group: (
-        1 - np.searchsorted(np.sort(readings[group]), middles, "right") / sum(group)
-    )
-    return float(middles[np.argmax(share(positive) - share(~positive))])
-
-
-def _many_readings(probe: FittedProbe, values: Tensor, rows: Rows) -> Array:
-    """Return the reading of each row with other values in place of a probe's, but for the bias.
-
-    Args:
-        probe: the probe, without queries.
-        values: ``[probe head feature]``.
-        rows: the activations of each row.
-    """
-    readings = []
-    for x in rows:
-        products = (x @ values.flatten(0, 1).to(x.device).T).double()
-        pooled = probe._pooled(products, products[:, :0])
-        readings.append(pooled.reshape(values.shape[:2]).sum(1).cpu())
-    return torch.stack(readings, 1).numpy()
-
-
-def _mixed(positive: Array, train: Array, generator: torch.Generator) -> Array:
-    """Return shuffled labels; training rows and others keep their numbers of positives."""
-    mixed = positive.copy()
-    for part in (train, ~train):
-        order = torch.randperm(int(part.sum()), generator=generator).numpy()
-        mixed[part] = mixed[part][order]
-    return mixed
-
-
-def _report(
-    probe: FittedProbe,
-    readings: Array,
-    rows: Rows,
-    positive: Array,
-    train: Array,
-    options: _Fit,
-    generator: torch.Generator,
-) -> ProbeReport:
-    """Return the report on the rows that are not training rows."""
-    area: Callable[[Array, Array], float] = _sklearn("metrics").roc_auc_score
-    test = ~train
-
-    def oriented(numbers: Array) -> float:
-        sign = 1 if area(positive[train], numbers[train]) >= 0.5 else -1
-        return float(area(positive[test], sign * numbers[test]))
-
-    directions = torch.randn(_DIRECTIONS, *probe.values.shape, generator=generator)
-    mixed = [_mixed(positive, train, generator) for _ in range(_SHUFFLES)]
-    chosen = [x for x, own in zip(rows, train, strict=True) if own]
-    fits = torch.stack([options.weights(chosen, labels[train])[0] for labels in mixed])
-    shuffles = zip(mixed, _many_readings(probe, fits, rows), strict=True)
-    above = readings > probe.threshold
-    return ProbeReport(
-        auroc=float(area(positive[test], readings[test])),
-        threshold=probe.threshold,
-        false_positives=float(above[test & ~positive].mean()),
-        true_positives=float(above[test & positive].mean()),
-        shuffled=float(
-            np.mean([area(labels[test], numbers[test]) for labels, numbers in shuffles])
-        ),
-        random=float(np.mean([*map(oriented, _many_readings(probe, directions, rows))])),
-        length=oriented(np.array([float(len(x)) for x in rows])),
-        rows=int(test.sum()),
-    )

@@ -307,21 +307,6 @@ class Batch:
     mask: Int[Tensor, "batch pos"] | None
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Batch:
-    """Return rows of tokens, right-padded to one length, with the mask of real tokens.
-
-    Raises:
-        ValueError: a row is empty.
-    """
-    if not all(rows):
-        raise ValueError("a row has no tokens")
-    tensors = [torch.tensor(row) for row in rows]
-    tokens = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    ones = [torch.ones_like(row) for row in tensors]
-    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
-    return Batch(tokens, None if bool(mask.all()) else mask)
-
-
 class TokenizerFacts:
     """The behaviour of a tokenizer, tested once.
 
