@@ -714,6 +714,7 @@ class Engine:
         """Send readings to the worker, each once."""
         if (new := unsent(readings, self._sent)) is not None:
             self._vllm.collective_rpc("bridge_read", args=new)
+            self._sent |= {reading.key for reading in readings}
 
     def _finished(self, running: dict[str, _Request]) -> Iterator[EngineAnswer]:
         """Run the engine until all requests have ended; yield their answers.

@@ -208,12 +208,11 @@ def unsent(readings: Sequence[EngineReading], sent: set[str]) -> tuple[str, byte
 
     Args:
         readings: the readings.
-        sent: the keys of those that it has; updated in place.
+        sent: the keys of its readings.
     """
     new = {reading.key: reading for reading in readings if reading.key not in sent}
     if not new:
         return None
-    sent |= new.keys()
     tensors = {f"{key} {name}": x for key, r in new.items() for name, x in r.tensors.items()}
     listing = json.dumps([[key, reading.point, reading.entry] for key, reading in new.items()])
     return listing, bytes_of(tensors)

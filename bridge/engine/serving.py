@@ -374,6 +374,7 @@ async def _send(readings: Sequence[EngineReading], sent: set[str], rpc: Callable
     """Send readings to the worker, each once; `sent` has the keys of its readings."""
     if (new := unsent(readings, sent)) is not None:
         await rpc("bridge_read", args=new)
+        sent |= {reading.key for reading in readings}
 
 
 async def _taken(number: int, rpc: Callable[..., Any]) -> dict[str, Tensor]:
