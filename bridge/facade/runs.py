@@ -512,8 +512,9 @@ class RunMethods(HookMethods):
                 batch = self.batch_of(rows[begin : begin + size], prepend_bos)
                 tokens, mask = batch.tokens, batch.mask
             tokens = torch.atleast_2d(torch.as_tensor(tokens))
-            options = {"attention_mask": mask, "return_type": None}
-            _, cache = self.run_with_cache(tokens, names_filter=list(by_point), **options)
+            _, cache = self.run_with_cache(
+                tokens, names_filter=list(by_point), attention_mask=mask, return_type=None
+            )
             real = torch.ones_like(tokens) if mask is None else mask
             for row, own in enumerate(real.bool()):
                 acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}

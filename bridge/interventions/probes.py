@@ -441,8 +441,13 @@ class FittedProbe:
         above = ours > self.threshold
         differ = above != (theirs > self.threshold)
         near = (ours - self.threshold).abs() <= tolerance * ours.abs().max().clamp_min(1.0)
-        counts = [int(x.sum()) for x in (above, differ & near, differ & ~near)]
-        return ProbeAgreement(len(ours), *counts, float((ours - theirs).abs().max()))
+        return ProbeAgreement(
+            decisions=len(ours),
+            positive=int(above.sum()),
+            within_rounding=int((differ & near).sum()),
+            different=int((differ & ~near).sum()),
+            largest=float((ours - theirs).abs().max()),
+        )
 
     def _decided(self, readings: Sequence[ProbeReading]) -> Tensor:
         """Return the numbers that decisions are about."""
@@ -561,31 +566,34 @@ class _Fit:
 
     def report(self, probe: FittedProbe, positive: Array, readings: Array) -> ProbeReport:
         """Return the report on the held-out rows."""
-        shape = probe.values.shape
         above = (readings > probe.threshold)[self.test]
         truth = positive[self.test]
-        directions, shuffles = [], []
-        for _ in range(_DIRECTIONS):
-            values = torch.from_numpy(self.random.standard_normal(shape)).float()
-            noise = self.readings(replace(probe, values=values))
-            directions.append(self.area(positive, noise, oriented=True))
-        for _ in range(_SHUFFLES):
-            mixed = positive.copy()
-            for part in (self.train, self.test):  # each keeps its number of positives
-                mixed[part] = mixed[self.random.permutation(part)]
-            values, bias = self.weights(mixed)
-            noise = self.readings(replace(probe, values=values, bias=bias))
-            shuffles.append(self.area(mixed, noise))
+        lengths = np.array([len(x) for x in self.rows])
         return ProbeReport(
             auroc=self.area(positive, readings),
             threshold=probe.threshold,
             false_positives=float(above[~truth].mean()),
             true_positives=float(above[truth].mean()),
-            shuffled=float(np.mean(shuffles)),
-            random=float(np.mean(directions)),
-            length=self.area(positive, np.array([len(x) for x in self.rows]), oriented=True),
+            shuffled=float(np.mean([self._shuffled(probe, positive) for _ in range(_SHUFFLES)])),
+            random=float(np.mean([self._random(probe, positive) for _ in range(_DIRECTIONS)])),
+            length=self.area(positive, lengths, oriented=True),
             rows=len(self.test),
         )
+
+    def _random(self, probe: FittedProbe, positive: Array) -> float:
+        """Return the area of a random direction."""
+        values = torch.from_numpy(self.random.standard_normal(probe.values.shape)).float()
+        return self.area(positive, self.readings(replace(probe, values=values)), oriented=True)
+
+    def _shuffled(self, probe: FittedProbe, positive: Array) -> float:
+        """Return the area of a probe of shuffled labels; each part keeps its number of
+        positives.
+        """
+        mixed = positive.copy()
+        for part in (self.train, self.test):
+            mixed[part] = mixed[self.random.permutation(part)]
+        values, bias = self.weights(mixed)
+        return self.area(mixed, self.readings(replace(probe, values=values, bias=bias)))
 
 
 def fit(
@@ -611,21 +619,11 @@ def fit(
         )
     check_positive("heads", heads)
     rows = _rows(acts, mask)
-    positive = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    if positive.shape != (len(rows),) or not np.isin(positive, (0, 1)).all():
-        raise ValueError(
-            f"labels is {shown(labels)}; it must have a 0 or 1 for each of the {len(rows)} rows"
-        )
-    positive = positive.astype(bool)
-    if min(positive.sum(), (~positive).sum()) < _FEWEST:
-        raise ValueError(
-            f"{positive.sum()} of {len(rows)} rows are positive: each class needs {_FEWEST}"
-        )
+    positive = _labels(labels, len(rows))
     train, test = _sklearn("model_selection").train_test_split(
         np.arange(len(rows)), test_size=held_out, stratify=positive, random_state=seed
     )
-    pooled = torch.stack([x[-1] if over == "last" else x.double().mean(0) for x in rows])
-    x = pooled.double().cpu().numpy()
+    x = _pooled(rows, over)
     random = np.random.RandomState(seed)
     task = _Fit(rows, x, train, test, heads if over == "multimax" else 0, strength, random)
     values, bias = task.weights(positive)
@@ -633,6 +631,27 @@ def fit(
     readings = task.readings(probe)
     probe = replace(probe, threshold=task.threshold(positive, readings))
     return replace(probe, fitted=task.report(probe, positive, readings))
+
+
+def _labels(labels: Any, count: int) -> Array:
+    """Return the labels of the rows as booleans."""
+    positive = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    if positive.shape != (count,) or not np.isin(positive, (0, 1)).all():
+        raise ValueError(
+            f"labels is {shown(labels)}; it must have a 0 or 1 for each of the {count} rows"
+        )
+    positive = positive.astype(bool)
+    if min(positive.sum(), (~positive).sum()) < _FEWEST:
+        raise ValueError(
+            f"{positive.sum()} of {count} rows are positive: each class needs {_FEWEST}"
+        )
+    return positive
+
+
+def _pooled(rows: Rows, over: str) -> Array:
+    """Return what is classified: the last token or the mean of each row, ``[row feature]``."""
+    pooled = [x[-1] if over == "last" else x.double().mean(0) for x in rows]
+    return torch.stack(pooled).double().cpu().numpy()  # type: ignore[no-any-return]
 
 
 def _rows(acts: Tensor | Rows, mask: Tensor | None) -> list[Tensor]:
