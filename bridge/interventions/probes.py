@@ -180,7 +180,7 @@ class Probe(Operation):
 
 @dataclass(frozen=True)
 class ProbeReading:
-    """A probe's reading of one text.
+    """The numbers that a probe reads from one text: one per token, and their aggregate.
 
     Attributes:
         value: the aggregated reading.
