@@ -32,7 +32,7 @@ import json
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
 from os import PathLike, fspath
@@ -56,11 +56,20 @@ from bridge.arguments import check_positive
 from bridge.bridge import TransformerBridge
 from bridge.engine import insides
 from bridge.engine.proof import MOST_LIKELY, EngineProof, engine_point, rows_like, seen_in_order
+from bridge.engine.readings import (
+    EngineReading,
+    LensTop,
+    LikelyTokens,
+    Readable,
+    engine_reading,
+    results_of,
+    unsent,
+)
 from bridge.engine.tables import EngineEdit, EnginePlace, base_of, fit, lower, packed
 from bridge.generation.batch import Prompts, prompts_of
 from bridge.generation.options import decode
 from bridge.hooks.names import NamesFilter, WhenAsked
-from bridge.interventions import Interventions
+from bridge.interventions import Interventions, ProbeReading
 from bridge.run.inputs import HookSpec
 from bridge.taps.attention_call import AttentionCall, DeferredAttention
 from bridge.version import built
@@ -91,7 +100,10 @@ class EngineAnswer:
         activations: the captured activations by canonical name, for every processed token (all but
             the last): ``[pos ...]``; scores and patterns ``[head pos key_pos]``, computed on
             access.
-        ended: whether the answer is complete; otherwise it is partial and has no activations.
+        ended: whether the answer is complete; otherwise it is partial and has no activations or
+            readings.
+        readings: the `ProbeReading` of each requested probe, by name, of every processed token.
+        lens: the `LikelyTokens` of each requested lens, by name.
     """
 
     index: int
@@ -101,6 +113,8 @@ class EngineAnswer:
     likely: list[dict[int, float]]
     activations: Mapping[str, Tensor]
     ended: bool = True
+    readings: Mapping[str, ProbeReading] = field(default_factory=dict)
+    lens: Mapping[str, LikelyTokens] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,7 @@ class Engine:
         self._probes = probes
         self._is_running = False
         self._numbers = count()
+        self._sent: set[str] = set()
         self._places: dict[str, EnginePlace] = {}
         self._kernels: dict[str, Mapping[str, Any]] = {}
         self.adapters = {key: fspath(folder) for key, folder in (adapters or {}).items()}
@@ -369,6 +384,7 @@ class Engine:
         each: Each | None = None,
         capture: NamesFilter = (),
         *,
+        readings: Sequence[Readable] = (),
         adapter_names: Sequence[str | None] | None = None,
         stop_at_eos: bool = True,
         prepend_bos: bool | None = None,
@@ -383,6 +399,8 @@ class Engine:
             max_new_tokens: the largest number of new tokens per prompt.
             each: for each prompt its interventions, a `FromAnswers`, or None.
             capture: the hook points to capture, at prompt tokens and new tokens.
+            readings: probes (`FittedProbe`) and lenses (`LensTop`) that the worker computes at
+                these tokens; activations do not leave it.
             adapter_names: for each prompt the name of its LoRA adapter, or None.
             stop_at_eos: whether to stop at the end-of-sequence token.
             prepend_bos: whether to prepend BOS to texts; None: the model's default.
@@ -406,6 +424,7 @@ class Engine:
             max_new_tokens,
             each,
             capture,
+            readings=readings,
             adapter_names=adapter_names,
             stop_at_eos=stop_at_eos,
             prepend_bos=prepend_bos,
@@ -422,6 +441,7 @@ class Engine:
         each: Each | None = None,
         capture: NamesFilter = (),
         *,
+        readings: Sequence[Readable] = (),
         adapter_names: Sequence[str | None] | None = None,
         steps: bool = False,
         stop_at_eos: bool = True,
@@ -432,15 +452,17 @@ class Engine:
         remaining requests.
 
         Args:
-            prompts, max_new_tokens, each, capture, adapter_names, stop_at_eos, prepend_bos,
-                sampling: as for `generate`.
+            prompts, max_new_tokens, each, capture, readings, adapter_names, stop_at_eos,
+                prepend_bos, sampling: as for `generate`.
             steps: also yield the partial answers after each step (`ended` is False).
 
         Raises:
             ValueError, TypeError, IndexError: as for `generate`, before anything runs; the result
                 of a `FromAnswers` is checked when it is computed.
         """
-        requests = self.requests(prompts, max_new_tokens, each, capture, adapter_names, prepend_bos)
+        requests = self.requests(
+            prompts, max_new_tokens, each, capture, adapter_names, prepend_bos, readings
+        )
         if not any(request.made_from for request in requests):
             return self._answers(requests, stop_at_eos, steps, **sampling)
         if sampling.get("n", 1) != 1:
@@ -463,11 +485,13 @@ class Engine:
         capture: NamesFilter = (),
         adapter_names: Sequence[str | None] | None = None,
         prepend_bos: bool | None = None,
+        readings: Sequence[Readable] = (),
     ) -> list[_Request]:
         """Check requests and turn them into table rows; `generate` and `stream` call this.
 
         Args:
-            prompts, max_new_tokens, each, capture, adapter_names, prepend_bos: as for `generate`.
+            prompts, max_new_tokens, each, capture, adapter_names, prepend_bos, readings: as for
+                `generate`.
 
         Raises:
             ValueError, TypeError, IndexError: as for `generate`.
@@ -482,13 +506,14 @@ class Engine:
         none = isinstance(capture, Sequence) and not isinstance(capture, str) and not capture
         names = () if none else tuple(hook.name for hook in self.bridge.select_hooks(capture))
         self._check_offered(names)
+        read = self.read(readings)
         nothing = [None] * len(rows)
         entries = zip(rows, each or nothing, adapter_names or nothing, strict=True)
         requests: list[_Request] = []
         edits: dict[int, EngineEdit] = {}  # interventions that requests share are lowered once
         for index, (row, specs, adapter) in enumerate(entries):
             self._check_adapter(adapter)
-            request = _Request(index, row, max_new_tokens, _NOTHING, names, adapter)
+            request = _Request(index, row, max_new_tokens, _NOTHING, names, adapter, readings=read)
             if isinstance(specs, FromAnswers):
                 requests.append(replace(request, made_from=specs))
                 continue
@@ -506,7 +531,8 @@ class Engine:
             ValueError, IndexError: as for `generate`.
         """
         edit.check_prompt(len(request.prompt))
-        self._check_captured(specs, request.capture)
+        read = [reading.point for reading in request.readings]
+        self._check_captured(specs, [*request.capture, *read])
         return replace(request, edit=edit)
 
     def _in_order(
@@ -536,6 +562,33 @@ class Engine:
             return request
         specs = request.made_from.make(*[answers[number] for number in request.needs])
         return self._with_edit(request, specs, self.edit(specs))
+
+    def read(self, sources: Sequence[Readable]) -> tuple[EngineReading, ...]:
+        """Check probes and lenses, and return them as the worker receives them.
+
+        Raises:
+            TypeError: one is neither.
+            ValueError: two have the same name; a hook point that is not offered, or that a reading
+                does not fit; a lens in an engine with adapters or several processes.
+        """
+        readings = tuple([engine_reading(source, self.bridge) for source in sources])
+        names = [reading.label for reading in readings]
+        if len(set(names)) < len(names):
+            raise ValueError(f"readings are named {', '.join(names)}: give each its own name")
+        self._check_offered([reading.point for reading in readings])
+        for reading in readings:
+            if base_of(self.bridge.hook_dict[reading.point]) != reading.point:
+                raise ValueError(
+                    f"{reading.point} is in a basis, whose features an engine computes when a pass"
+                    " is over: read the activation itself"
+                )
+            several = self.started_with[3].get("tensor_parallel_size", 1) > 1
+            if isinstance(reading.source, LensTop) and (self.adapters or several):
+                raise ValueError(
+                    "lenses were not tried in an engine with adapters or with several processes:"
+                    " use bridge.lens"
+                )
+        return readings
 
     def _check_adapter(self, name: str | None) -> None:
         if name is not None and name not in self.adapters:
@@ -643,6 +696,7 @@ class Engine:
             for group in self._groups(requests):
                 edits = {request.edit.key: request.edit for request in group if request.edit.sites}
                 self._vllm.collective_rpc("bridge_edit", args=packed(list(edits.values())))
+                self._send([x for request in group for x in request.readings])
                 for request in group:
                     number = next(self._numbers)
                     prompt, ticket = self.asked(request, number)
@@ -655,6 +709,12 @@ class Engine:
             self._is_running = False
             engine.abort_request(list(running))
             self._take(running)  # the caller has left the loop
+
+    def _send(self, readings: Sequence[EngineReading]) -> None:
+        """Send readings to the worker, each once."""
+        if (new := unsent(readings, self._sent)) is not None:
+            self._vllm.collective_rpc("bridge_read", args=new)
+            self._sent |= {reading.key for reading in readings}
 
     def _finished(self, running: dict[str, _Request]) -> Iterator[EngineAnswer]:
         """Run the engine until all requests have ended; yield their answers.
@@ -680,8 +740,8 @@ class Engine:
                 yield from self.made(request, list(samples.pop(name).values()), name, captured)
 
     def _take(self, requests: Mapping[str, _Request]) -> dict[str, Tensor]:
-        """Take the captured activations of requests out of the worker."""
-        numbers = [int(name) for name, request in requests.items() if request.capture]
+        """Take the captured activations and the readings of requests out of the worker."""
+        numbers = [int(name) for name, request in requests.items() if request.is_captured]
         if not numbers:
             return {}
         return tensors_of(self._vllm.collective_rpc("bridge_take", args=(numbers,))[0])
@@ -695,6 +755,7 @@ class Engine:
         """
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt}
         ticket: dict[str, Any] = {"number": number, "capture": self._kept_for(request.capture)}
+        ticket["read"] = [reading.key for reading in request.readings]
         if request.edit.sites:
             prompt["cache_salt"] = ticket["edit"] = request.edit.key
         return prompt, ticket
@@ -737,6 +798,7 @@ class Engine:
         """
         for out in outputs:
             activations: dict[str, Tensor | Deferred] = {}
+            results: dict[str, Any] = {}
             if captured is not None:
                 length = len(request.prompt) + len(out.token_ids) - 1
                 prefix = f"{number}/{out.index}/"
@@ -745,6 +807,7 @@ class Engine:
                     x = captured[prefix + name][:length]
                     values[name] = x.reshape(len(x), *self._places[name].shape)
                 activations = {name: self._shown(name, values) for name in request.capture}
+                results = results_of(request.readings, captured, prefix, length)
             likely = [
                 {token: float(entry.logprob) for token, entry in entries.items()}
                 for entries in out.logprobs or ()
@@ -758,6 +821,8 @@ class Engine:
                 likely,
                 WhenAsked(activations, _computed_now),
                 captured is not None,
+                {name: x for name, x in results.items() if isinstance(x, ProbeReading)},
+                {name: x for name, x in results.items() if isinstance(x, LikelyTokens)},
             )
 
     def _kept_for(self, names: Sequence[str]) -> list[str]:
@@ -811,8 +876,8 @@ def _computed_now(name: str, activation: Tensor | Deferred) -> Tensor:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request: its prompt as tokens, its edit, its captures, its adapter, and the requests that
-    its edit depends on.
+    """A request: its prompt as tokens, its edit, its captures, its adapter, the requests that its
+    edit depends on, and its readings.
     """
 
     index: int
@@ -822,6 +887,12 @@ class _Request:
     capture: tuple[str, ...]
     adapter: str | None = None
     made_from: FromAnswers | None = None
+    readings: tuple[EngineReading, ...] = ()
+
+    @property
+    def is_captured(self) -> bool:
+        """Tell whether the worker keeps something for it."""
+        return bool(self.capture or self.readings)
 
     @property
     def needs(self) -> Sequence[int]:

@@ -19,6 +19,8 @@
 | ``lora_ops.bgmv_shrink`` | requests without an adapter in a pass with adapters (`repair`) |
 | ``ColumnParallelLinear``, ``RowParallelLinear`` | layers with columns sharded across processes |
 | ``MoEBlockFuser`` | fuses a mixture; disabled if routing is requested (`repair`) |
+| ``compute_logits``, ``logits_processor``, ``lm_head`` | lenses |
+| ``RequestOutput.kv_transfer_params`` | the field of a server's answer that readings leave in |
 | ``model.fusers`` | merged modules: a projection is a range of columns |
 """
 
@@ -259,7 +261,7 @@ def sampling(
         "ignore_eos": not ended,
         "detokenize": False,
         "extra_args": {"bridge": dict(ticket)},
-        "skip_reading_prefix_cache": bool(ticket["capture"]),
+        "skip_reading_prefix_cache": bool(ticket["capture"] or ticket["read"]),
     }
     if ours := [name for name in (*follows, "output_kind") if name in more]:
         raise TypeError(
@@ -402,6 +404,12 @@ class Span:
         """Return the hook points to capture."""
         names: Sequence[str] = self.ticket.get("capture", ())
         return names
+
+    @property
+    def readings(self) -> Sequence[str]:
+        """Return the keys of the readings."""
+        keys: Sequence[str] = self.ticket.get("read", ())
+        return keys
 
 
 def spans_of(runner: Any) -> list[Span]:
@@ -552,6 +560,33 @@ def is_sharded(module: nn.Module, kind: str) -> bool:
     return kind == "attention" or (
         isinstance(plain, linear.ColumnParallelLinear) and not plain.gather_output
     )
+
+
+def logits_of(
+    model: Any, x: Tensor, norm: str | None = None, factors: Sequence[float] = ()
+) -> Tensor:
+    """Return the logits that the model computes from a stream, ``[token vocabulary]``, in float32.
+
+    Args:
+        model: vLLM's model.
+        x: the stream, ``[token feature]``.
+        norm: the path of the final norm in the plain model; None: there is none.
+        factors: for the unembedding only, the factors of its input and output.
+
+    Raises:
+        ValueError: the engine's tree has no such norm.
+    """
+    if factors:
+        head = model.lm_head
+        logits = head.quant_method.apply(head, x * factors[0], bias=head.bias) * factors[1]
+        # Without the padding of the table
+        return logits[..., : model.logits_processor.org_vocab_size].float()  # type: ignore[no-any-return]
+    if norm is not None:
+        location = find_module(model, norm)
+        if location is None:
+            raise ValueError(f"the engine's tree has no module {norm}")
+        x = location[0].forward(x)
+    return model.compute_logits(x).float()  # type: ignore[no-any-return]
 
 
 def is_compiled(runner: Any) -> bool:

@@ -2,15 +2,17 @@
 
 A server's request passes ``vllm_xargs: {"interventions": "steer.safetensors"}``. The file must be
 in a folder that the server was started with. It is read as data (`bridge.interventions.load`),
-turned into table rows, and kept in the tables while the request runs. The cache salt of its prefix
-is derived from the edit, whatever salt the client sends.
+turned into table rows, and kept in the tables while the request runs. It may also pass
+``"readings"``, the names of readings that the server was started with; their numbers are in the
+answer's ``kv_transfer_params``, the one field that vLLM leaves to others. The cache salt of its
+prefix is derived from the edit, whatever salt the client sends.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from os import PathLike
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from bridge.engine import insides
 from bridge.engine.engine import Engine, EngineAnswer, FromAnswers
+from bridge.engine.readings import EngineReading, Readable, results_of, unsent
 from bridge.engine.tables import EngineEdit, fit, packed
 from bridge.hooks.names import NamesFilter
 from bridge.interventions import load
@@ -30,6 +33,12 @@ from bridge.run.inputs import HookSpec
 
 #: The key of the file name in a request.
 _NAME = "interventions"
+#: What the worker has captured, by name.
+Captured = Mapping[str, Tensor]
+#: The key of the names of its readings.
+_READ = "readings"
+#: The edit of a request without interventions.
+_NO_EDIT = EngineEdit("", ())
 
 
 def serve(
@@ -42,6 +51,7 @@ def serve(
     dtype: torch.dtype | None = None,
     rows: int = 64,
     rank: int = 1,
+    readings: Sequence[Readable] = (),
     **options: Any,
 ) -> None:
     """Serve a model until interrupted. A separate engine proves the hook points first and is then
@@ -51,6 +61,8 @@ def serve(
         model, points, dtype, rows, rank, options: as for `Engine`; with ``adapters=``, a request
             selects an adapter by its ``model`` field.
         folders: the folders of saved interventions; a request names a file in one of them.
+        readings: probes and lenses, which a request selects by name: ``vllm_xargs: {"readings":
+            "city"}``.
         host, port: the address of the server.
 
     Raises:
@@ -65,7 +77,7 @@ def serve(
     if engine.refused:
         name, why = next(iter(engine.refused.items()))
         raise ValueError(f"{name} is not offered in this engine: {why}")
-    edits = SavedEdits(engine, folders, rows)
+    edits = SavedEdits(engine, folders, rows, engine.read(readings))
     insides.serve(*engine.started_with, {"host": host, "port": port}, engine.adapters, edits.around)
 
 
@@ -126,10 +138,20 @@ class SavedEdits:
         engine: an engine that has proved the hook points and knows their places.
         folders: the folders that files may be in.
         rows: the number of rows per site.
+        readings: the readings that requests may name.
     """
 
-    def __init__(self, engine: Engine, folders: Sequence[str | PathLike[str]], rows: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        folders: Sequence[str | PathLike[str]],
+        rows: int,
+        readings: Sequence[EngineReading] = (),
+    ) -> None:
         self._engine = engine
+        self._readings = {reading.label: reading for reading in readings}
+        self._numbers = count()
+        self._sent: set[str] = set()
         self._folders = [Path(folder).resolve() for folder in folders]
         self._known: dict[tuple[Path, int, int], EngineEdit] = {}
         self._room = _EditRoom(rows)
@@ -167,6 +189,22 @@ class SavedEdits:
             f"there is no file {name!r} in the folders of interventions that are served here"
         )
 
+    def readings(self, names: object) -> list[EngineReading]:
+        """Return the readings that a request names.
+
+        Args:
+            names: one name, or a list of them.
+
+        Raises:
+            ValueError: there is no such reading here.
+        """
+        listed: list[Any] = names if isinstance(names, list) else [names]
+        for name in listed:
+            if name not in self._readings:
+                known = ", ".join(self._readings) or "none"
+                raise ValueError(f"there is no reading {name!r} here; there are {known}")
+        return [self._readings[name] for name in listed]
+
     def around(self, client: Any) -> None:
         """Make a client of vLLM's engine load the interventions that its requests name.
 
@@ -176,29 +214,46 @@ class SavedEdits:
         generate = client.generate
         rpc = client.collective_rpc
 
+        async def read_too(
+            running: Any, length: int, number: int, read: Sequence[EngineReading]
+        ) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(running) as outputs:
+                    async for out in outputs:
+                        if out.finished:
+                            captured = await _taken(number, rpc)
+                            out.kv_transfer_params = _served(out, length, number, read, captured)
+                        yield out
+            finally:
+                await _taken(number, rpc)  # there is something if the client has left
+
         async def edited(prompt: Any, params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             extra = dict(params.extra_args or {})
             if "bridge" in extra:
                 raise ValueError("vllm_xargs has 'bridge', which is not for clients")
             edit = self.edit(extra.pop(_NAME)) if _NAME in extra else None
-            own_salt = prompt.get("cache_salt")
-            # A client may not choose the salt of another edit
-            if edit is not None or own_salt is not None:
-                salt = "plain" if edit is None else edit.key
-                prompt = {**prompt, "cache_salt": f"{salt} {own_salt or ''}"}
-            if edit is None:
-                async for out in generate(prompt, params, *args, **kwargs):
-                    yield out
-                return
+            read = self.readings(extra.pop(_READ)) if _READ in extra else []
+            prompt = _salted(prompt, edit)
+            number = next(self._numbers)
+            keys = [reading.key for reading in read]
+            edit = edit or _NO_EDIT
+            is_plain = not edit.key and not keys
+            length = 0 if is_plain else len(prompt["prompt_token_ids"])
             try:
-                edit.check_prompt(len(prompt["prompt_token_ids"]))
+                edit.check_prompt(length)
             except IndexError as error:
                 raise ValueError(str(error)) from error
-            ticket = {"number": 0, "capture": [], "edit": edit.key}
-            params.extra_args = {**extra, "bridge": ticket}
+            if not is_plain:
+                ticket = {"number": number, "capture": [], "edit": edit.key, "read": keys}
+                params.extra_args = {**extra, "bridge": ticket}
+                params.skip_reading_prefix_cache = params.skip_reading_prefix_cache or bool(keys)
+            await _send(read, self._sent, rpc)
             async with self._room.holds(edit, rpc):
-                async for out in generate(prompt, params, *args, **kwargs):
-                    yield out
+                running: Any = generate(prompt, params, *args, **kwargs)
+                running = read_too(running, length, number, read) if read else running
+                async with aclosing(running) as outputs:
+                    async for out in outputs:
+                        yield out
 
         client.generate = edited
 
@@ -241,6 +296,7 @@ class AsyncEngine:
         self._client = insides.started_async(*engine.started_with)
         self._room = _EditRoom(rows)
         self._numbers = count()
+        self._sent: set[str] = set()
 
     def offered(self) -> list[str]:
         """Return the hook points that passed the proof, as `Engine.offered`."""
@@ -257,13 +313,14 @@ class AsyncEngine:
         interventions: Sequence[HookSpec] = (),
         capture: NamesFilter = (),
         *,
+        readings: Sequence[Readable] = (),
         adapter_name: str | None = None,
         stop_at_eos: bool = True,
         prepend_bos: bool | None = None,
         **sampling: Any,
     ) -> AsyncIterator[EngineAnswer]:
         """Continue a prompt: yield the partial answer after each step, then the whole answer
-        (`ended`) with activations.
+        (`ended`) with activations and readings.
 
         Leaving the loop or cancelling its task aborts the request. If the tables are full, it
         waits.
@@ -272,7 +329,7 @@ class AsyncEngine:
             prompt: a text or tokens.
             max_new_tokens: the largest number of new tokens.
             interventions: the interventions of this request.
-            capture, stop_at_eos, prepend_bos, sampling: as for `Engine.generate`.
+            capture, readings, stop_at_eos, prepend_bos, sampling: as for `Engine.generate`.
             adapter_name: the name of its LoRA adapter.
 
         Raises:
@@ -285,7 +342,7 @@ class AsyncEngine:
             )
         prompts: Any = [prompt]
         (request,) = self._engine.requests(
-            prompts, max_new_tokens, [interventions], capture, [adapter_name], prepend_bos
+            prompts, max_new_tokens, [interventions], capture, [adapter_name], prepend_bos, readings
         )
         number = next(self._numbers)
         rpc = self._client.collective_rpc
@@ -293,6 +350,7 @@ class AsyncEngine:
         tokens, ticket = self._engine.asked(request, number)
         params = insides.sampling(max_new_tokens, stop_at_eos, True, ticket, sampling)
         adapter = self._engine.adapter(request.adapter)
+        await _send(request.readings, self._sent, rpc)
         samples: dict[int, Any] = {}
         async with self._room.holds(request.edit, rpc):
             ended = False
@@ -306,27 +364,81 @@ class AsyncEngine:
                         for answer in self._engine.made(request, partial, name, None):
                             yield answer
             finally:
-                data = (await rpc("bridge_take", args=([number],)))[0] if request.capture else None
-            captured = tensors_of(data) if data is not None else {}
+                captured = await _taken(number, rpc) if request.is_captured else {}
             complete = list(samples.values()) if ended else ()
             for answer in self._engine.made(request, complete, name, captured):
                 yield answer
 
 
+async def _send(readings: Sequence[EngineReading], sent: set[str], rpc: Callable[..., Any]) -> None:
+    """Send readings to the worker, each once; `sent` has the keys of its readings."""
+    if (new := unsent(readings, sent)) is not None:
+        await rpc("bridge_read", args=new)
+        sent |= {reading.key for reading in readings}
+
+
+async def _taken(number: int, rpc: Callable[..., Any]) -> dict[str, Tensor]:
+    """Take a request's captured activations and readings out of the worker."""
+    return tensors_of((await rpc("bridge_take", args=([number],)))[0])
+
+
+def _salted(prompt: Any, edit: EngineEdit | None) -> Any:
+    """Return a client's prompt with a salt: a client may not choose the salt of another edit."""
+    own_salt = prompt.get("cache_salt")
+    if edit is None and own_salt is None:
+        return prompt
+    salt = "plain" if edit is None else edit.key
+    return {**prompt, "cache_salt": f"{salt} {own_salt or ''}"}
+
+
+def _served(
+    out: Any, prompt: int, number: int, readings: Sequence[EngineReading], captured: Captured
+) -> dict[str, object]:
+    """Return the readings of an answer as a client receives them: per sample, the results of probes
+    and lenses by name.
+
+    Args:
+        out: vLLM's output.
+        prompt: the number of tokens of the prompt.
+        number: the number of its captures.
+        readings: the readings.
+        captured: the worker's results.
+    """
+    samples = []
+    for sample in out.outputs:
+        length = prompt + len(sample.token_ids) - 1
+        results = results_of(readings, captured, f"{number}/{sample.index}/", length)
+        samples.append({name: _plain(vars(result)) for name, result in results.items()})
+    return {"readings": samples}
+
+
+def _plain(result: Mapping[str, float | Tensor]) -> dict[str, object]:
+    return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in result.items()}
+
+
 async def refuse_beams(request: Any, call_next: Any) -> Any:
-    """Reject beam search requests: vLLM's beam search drops ``vllm_xargs``.
+    """Reject requests whose interventions or readings vLLM would drop: its beam search drops
+    ``vllm_xargs``, and readings come with a whole answer to one prompt.
 
     Args:
         request, call_next: Starlette's middleware arguments.
     """
     if request.method == "POST" and "json" in request.headers.get("content-type", ""):
         body = await request.json()
-        is_beam_search = isinstance(body, dict) and body.get("use_beam_search")
-        if is_beam_search and _NAME in (body.get("vllm_xargs") or {}):
-            error = {
-                "message": "interventions are not available with use_beam_search",
-                "type": "BadRequestError",
-                "code": 400,
-            }
+        if isinstance(body, dict) and (why := _why_dropped(body)):
+            message = f"interventions or readings are not available with {why}"
+            error = {"message": message, "type": "BadRequestError", "code": 400}
             return insides.json_response({"error": error}, 400)
     return await call_next(request)
+
+
+def _why_dropped(body: Mapping[str, Any]) -> str:
+    """Return why interventions or readings of a request would be dropped; "" if they are not."""
+    xargs = body.get("vllm_xargs") or {}
+    prompt = body.get("prompt")
+    if body.get("use_beam_search") and (_NAME in xargs or _READ in xargs):
+        return "use_beam_search"
+    if _READ in xargs and body.get("stream"):
+        return "stream"
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return "several prompts in one request" if _READ in xargs and several else ""

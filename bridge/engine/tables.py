@@ -39,7 +39,6 @@ from bridge.interventions.operations import (
     Condition,
     Kept,
     Operation,
-    Probe,
     ProjectOnto,
     ProjectOut,
     Scale,
@@ -49,6 +48,7 @@ from bridge.interventions.operations import (
     chosen,
     orthonormal,
 )
+from bridge.interventions.probes import Probe
 
 #: The operations that can be table rows.
 LOWERED = (Add, Scale, Set, Zero, ProjectOut, ProjectOnto, AddScaled, Cap)

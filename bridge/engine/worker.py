@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from adapters.views import Args, Kwargs
 from bridge.engine import insides
+from bridge.engine.readings import unpacked_readings
 from bridge.engine.tables import SiteRows, unpacked
 
 #: For each request's number and sample: the captured activations by hook point, each with the
@@ -184,6 +185,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         self.bridge_found: dict[str, dict[str, Any]] = {}
         self.bridge_columns: dict[str, tuple[int, Tensor]] = {}
         self.bridge_edits: dict[str, list[tuple[SiteRows, int]]] = {}
+        self.bridge_readings: dict[str, tuple[str, Any]] = {}
         self.bridge_captures: Captures = {}
         self.bridge_edited_blocks: set[int] = set()
         self._bridge_place(config)
@@ -265,12 +267,23 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
                 rows.append((site, begin))
             self.bridge_edits[edit.key] = rows
 
+    def bridge_read(self, listing: str, data: bytes) -> None:
+        """Add readings that requests may name by their keys.
+
+        Args:
+            listing, data: see `unsent`.
+        """
+        self.bridge_readings |= unpacked_readings(listing, data, self.model_runner.model)
+
     def _bridge_begin(self) -> list[insides.Span]:
         """Set the row numbers of each token of the pass."""
         spans = insides.spans_of(self.model_runner)
         insides.zero_begun_blocks(self.model_runner, spans, self.bridge_edited_blocks)
         rows = self._bridge_rows(spans)
         captured = {self.bridge_columns[name][0] for span in spans for name in span.captures}
+        for span in spans:
+            for key in span.readings:
+                captured.add(self.bridge_columns[self.bridge_readings[key][0]][0])
         for number, site in enumerate(self.bridge_sites):
             if self.bridge_compiled or site.editing:
                 site.table("row").zero_()
@@ -295,15 +308,23 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         return rows
 
     def _bridge_end(self, spans: Sequence[insides.Span]) -> None:
-        """Copy the captured activations out of the buffers."""
+        """Copy the captured activations out of the buffers, and compute the readings of others."""
         for span in spans:
-            for name in span.captures:
-                site, columns = self.bridge_columns[name]
-                kept = self.bridge_sites[site].table("kept")[span.begin : span.end]
-                x = kept.index_select(-1, columns).cpu()
+            values = {name: self._bridge_kept(name, span) for name in span.captures}
+            for key in span.readings:
+                point, function = self.bridge_readings[key]
+                results = function(self._bridge_kept(point, span))
+                values |= {f"{key} {name}": result for name, result in results.items()}
+            for name, value in values.items():
                 request = (span.ticket["number"], span.sample)
                 captures = self.bridge_captures.setdefault(request, {})
-                captures.setdefault(name, []).append((span.first, x))
+                captures.setdefault(name, []).append((span.first, value.cpu()))
+
+    def _bridge_kept(self, name: str, span: insides.Span) -> Tensor:
+        """Return a hook point's activation at a request's tokens, ``[token column]``."""
+        site, columns = self.bridge_columns[name]
+        kept = self.bridge_sites[site].table("kept")[span.begin : span.end]
+        return kept.index_select(-1, columns)
 
     def bridge_weights(self) -> str:
         """Return a hash of all parameters, by name."""

@@ -20,6 +20,7 @@ from bridge.facade.weights import WeightMethods
 from bridge.hooks.context import CURRENT, without_hooks
 from bridge.hooks.hooks import checked_function
 from bridge.hooks.names import NamesFilter
+from bridge.interventions.probes import FittedProbe, probes_at
 from bridge.run.inputs import NAMES, HookSpec, Input, Request, unpacked
 from bridge.run.run import check_specs
 from bridge.run.tokenization import as_tokens
@@ -181,6 +182,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         interventions: Sequence[HookSpec] = (),
         each: Sequence[Sequence[HookSpec]] | None = None,
         capture: NamesFilter = (),
+        readings: Sequence[FittedProbe] = (),
         stop_at_eos: bool = True,
         eos_token_id: int | Sequence[int] | None = None,
         do_sample: bool = True,
@@ -209,6 +211,7 @@ class GenerationMethods(RunMethods, WeightMethods):
             each: one such list per request; its functions are called after those of
                 `interventions`.
             capture: hook points whose activations are kept, for every token but the last.
+            readings: probes, whose hook points are captured too.
             stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, prepend_bos: as for
             `generate`.
             attention_mask: for prompts given as tokens, ``[request, pos]``: 1 for tokens and 0 for
@@ -238,6 +241,10 @@ class GenerationMethods(RunMethods, WeightMethods):
             >>> sorted(answer.index for answer in answers)
             [0, 1]
         """
+        probes = probes_at(readings, self)
+        if probes:
+            captured = self.select_hooks(capture) if capture != () else []
+            capture = [*{*[hook.name for hook in captured], *probes}]
         options = generation.options.GenerationOptions(
             max_new_tokens=max_new_tokens,
             names_filter=capture,
@@ -251,7 +258,8 @@ class GenerationMethods(RunMethods, WeightMethods):
             verbose=verbose,
         )
         rows = generation.batch.prompts_of(self, prompts, prepend_bos, attention_mask)
-        return generation.batch.generate_batch(self, rows, interventions, each, options)
+        answers = generation.batch.generate_batch(self, rows, interventions, each, options)
+        return generation.batch.with_readings(answers, probes) if probes else answers
 
     def hf_generate(
         self,

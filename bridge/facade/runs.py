@@ -21,6 +21,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import NamesFilter, named_one_by_one
 from bridge.hooks.parts import KeptHeads, entries_of
 from bridge.interventions.operations import Index, axis_of, kept_index
+from bridge.interventions.probes import FittedProbe, ProbeReading, probes_at, readings_of
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.parts import call_part
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
@@ -464,6 +465,62 @@ class RunMethods(HookMethods):
             max_bytes,
             **model_kwargs,
         )
+
+    def readings(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor],
+        probes: Sequence[FittedProbe],
+        *,
+        prepend_bos: bool | None = None,
+        batch_size: int = 32,
+    ) -> list[dict[str, ProbeReading]]:
+        """Return the readings of probes for each text.
+
+        Args:
+            texts: a text, several, or the tokens of several, each without padding.
+            probes: what `Probe.fit` returns.
+            prepend_bos: start texts with BOS; None: the model's default.
+            batch_size: the number of texts in a run. Tokens are run one text at a time.
+
+        Returns:
+            For each text, the `ProbeReading` of each probe by its name.
+
+        Raises:
+            ValueError: no probes, two with the same name, or one that does not fit its hook point.
+            UnknownHookError: a probe of a point that the model does not have.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> from bridge.interventions import FittedProbe
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> probe = FittedProbe(
+            ...     point="blocks.1.hook_resid_post", values=torch.ones(1, 128), over="mean"
+            ... )
+            >>> reading = bridge.readings(["Mary and John"], [probe])[0]["probe"]
+            >>> abs(reading.value - reading.tokens.mean().item()) < 1e-5
+            True
+        """
+        by_point = probes_at(probes, self)
+        if isinstance(texts, Tensor):
+            raise TypeError("texts is a tensor; it must be texts, or a list of tokens for each")
+        rows: Sequence[Any] = [texts] if isinstance(texts, str) else texts
+        size = batch_size if all(isinstance(row, str) for row in rows) else 1
+        readings: list[dict[str, ProbeReading]] = []
+        for begin in range(0, len(rows), size):
+            tokens, mask = rows[begin], None
+            if isinstance(tokens, str):
+                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
+                tokens, mask = batch.tokens, batch.mask
+            tokens = torch.atleast_2d(torch.as_tensor(tokens))
+            _, cache = self.run_with_cache(
+                tokens, names_filter=list(by_point), attention_mask=mask, return_type=None
+            )
+            real = torch.ones_like(tokens) if mask is None else mask
+            for row, own in enumerate(real.bool()):
+                acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}
+                readings.append(readings_of(by_point, acts))
+        return readings
 
     # Hook points in a basis of the user's.
 

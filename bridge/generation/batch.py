@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -67,6 +67,7 @@ from bridge.hooks.context import (
 from bridge.hooks.hooks import HookPoint, checked_function
 from bridge.hooks.names import NamesFilter
 from bridge.interventions.operations import Operation
+from bridge.interventions.probes import FittedProbe, ProbeReading, readings_of
 from bridge.rows import check_said, check_zero_or_one
 from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
@@ -290,6 +291,7 @@ class Answer:
             the whole sequence; None if none were requested.
         logits: the logits of each new token, ``[new, d_vocab]``; None if they were not requested.
         error: why it failed, or None. Other requests continue.
+        readings: the reading of each probe, by name, of every processed token (all but the last).
     """
 
     index: int
@@ -298,6 +300,7 @@ class Answer:
     cache: ActivationCache | None = None
     logits: Tensor | None = None
     error: BaseException | None = None
+    readings: Mapping[str, ProbeReading] = field(default_factory=dict)
 
 
 #: Texts or tokens.
@@ -403,6 +406,15 @@ def generate_batch(
     next(answers)  # from here on the generator's `finally` ends the batch, even if it is abandoned
     # Where processes share the model, nothing else may run it meanwhile: compute all answers first.
     return answers if sharing is None else iter(list(answers))
+
+
+def with_readings(
+    answers: Iterator[Answer], by_point: Mapping[str, Sequence[FittedProbe]]
+) -> Iterator[Answer]:
+    """Yield answers, whose caches have the hook points of probes, with the readings."""
+    for answer in answers:
+        acts = answer.cache and {point: answer.cache[point][0] for point in by_point}
+        yield replace(answer, readings=readings_of(by_point, acts)) if acts else answer
 
 
 def _check_processes(bridge: RunnableBridge, arguments: list[Any]) -> None:

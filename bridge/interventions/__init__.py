@@ -1,9 +1,8 @@
 """Interventions as data: operations on activations that are hook functions, and can be saved."""
 
-from bridge.interventions.files import InterventionsFileError, OtherModelError
+from bridge.interventions.files import OPERATIONS, InterventionsFileError, OtherModelError
 from bridge.interventions.interventions import Interventions, load
 from bridge.interventions.operations import (
-    OPERATIONS,
     Add,
     AddScaled,
     Cap,
@@ -11,13 +10,19 @@ from bridge.interventions.operations import (
     Condition,
     Mean,
     Operation,
-    Probe,
     ProjectOnto,
     ProjectOut,
     Replace,
     Scale,
     Set,
     Zero,
+)
+from bridge.interventions.probes import (
+    FittedProbe,
+    Probe,
+    ProbeAgreement,
+    ProbeReading,
+    ProbeReport,
 )
 from bridge.interventions.touching import Touching
 
@@ -28,12 +33,16 @@ __all__ = [
     "Cap",
     "Clamp",
     "Condition",
+    "FittedProbe",
     "Interventions",
     "InterventionsFileError",
     "Mean",
     "Operation",
     "OtherModelError",
     "Probe",
+    "ProbeAgreement",
+    "ProbeReading",
+    "ProbeReport",
     "ProjectOnto",
     "ProjectOut",
     "Replace",

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from bridge.hooks.context import HookFunction
 from bridge.hooks.studied_bridge import StudiedBridge
-from bridge.interventions.operations import OPERATIONS, Condition, Operation
+from bridge.interventions.operations import KINDS, Condition, Operation
+from bridge.interventions.probes import Probe
 
 Tensors = Mapping[str, Tensor]
+#: All operations, by name: a file cannot hold anything else.
+OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (*KINDS, Probe)}
 # --------------------------------------------------------------------------------------------------
 # The identity of the model that interventions were made on, and its comparison with another.
 # --------------------------------------------------------------------------------------------------

@@ -30,14 +30,14 @@ Index = int | np.integer | Sequence[int] | np.ndarray | Tensor | slice | None
 #: The same, in the form that an operation stores.
 Kept = tuple[int, ...] | slice | None
 
-_POSITIONS = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
+POSITIONS = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
 _KEYS = ("key_pos", "decoder_key_pos")
 _HEADS = ("n_heads", "n_key_value_heads")
-_NO_FEATURES = ("batch", "row", *_POSITIONS, *_HEADS)
+_NO_FEATURES = ("batch", "row", *POSITIONS, *_HEADS)
 
 
 #: The axes that each field of an operation selects from, but for features.
-_AXES = {"positions": _POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}
+_AXES = {"positions": POSITIONS, "keys": _KEYS, "heads": _HEADS, "rows": ("batch",)}
 
 
 def kept_index(name: str, index: object) -> Kept:
@@ -347,7 +347,7 @@ class Condition:
             RuntimeError: its probe has not read anything in this pass.
             ValueError: the probe read different tokens from the activation's.
         """
-        readings, step = _readings(hook)
+        readings, step = probe_readings(hook)
         reading = readings.get(self.probe)
         if reading is None or (self.over == "tokens" and reading.step != step):
             raise RuntimeError(
@@ -379,7 +379,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class _ProbeReading:
+class TokenReadings:
     """The value that a probe has read.
 
     Attributes:
@@ -395,7 +395,7 @@ class _ProbeReading:
     highest: Tensor
 
 
-def _readings(hook: HookPoint) -> tuple[dict[str, _ProbeReading], int | None]:
+def probe_readings(hook: HookPoint) -> tuple[dict[str, TokenReadings], int | None]:
     """Return the readings of probes in the current run, or in its generation, and the current step.
 
     Raises:
@@ -903,7 +903,7 @@ class AddScaled(Operation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_vectors("value", self.value)
+        check_vectors("value", self.value)
 
     def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
         wide = torch.promote_types(activation.dtype, torch.float32)
@@ -924,7 +924,7 @@ def _refuse_number(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value}; it must be a tensor, or the name of an input")
 
 
-def _check_vectors(name: str, value: object) -> None:
+def check_vectors(name: str, value: object) -> None:
     """Reject vectors without a direction.
 
     Raises:
@@ -1048,7 +1048,7 @@ def _mean_of_rows(activation: Tensor, hook: HookPoint) -> Tensor:
             " afterwards"
         )
     axes = hook.point.axes.split()
-    of_tokens = [axis for axis, name in enumerate(axes) if name in _POSITIONS]
+    of_tokens = [axis for axis, name in enumerate(axes) if name in POSITIONS]
     parts = [padded_tokens(axis, activation, hook) for axis in of_tokens]
     if not activation.is_floating_point() or not any(parts):
         return mean(activation, axis_of("rows", hook)).expand_as(activation)
@@ -1251,94 +1251,8 @@ class Replace(Operation):
         return replaced
 
 
-@_operation
-class Probe(Operation):
-    """An operation that reads ``activation @ direction + bias`` without a change; conditions use
-    the reading.
-
-    Args:
-        direction: ``[feature]``.
-        name: its name in conditions.
-        bias: a number.
-        over: whether ``probe > threshold`` is evaluated per token, or per row (see `Condition`).
-
-    Example:
-        >>> import torch
-        >>> from bridge import TransformerBridge
-        >>> from bridge.interventions import Add, Interventions, Probe
-        >>> bridge = TransformerBridge.boot_embedded()
-        >>> probe = Probe(torch.ones(128), "sure")
-        >>> steer = Add(torch.randn(128), where=probe > 2.0)
-        >>> pairs = Interventions(
-        ...     [("blocks.1.hook_resid_post", probe), ("blocks.2.hook_resid_post", steer)], bridge
-        ... )
-        >>> bridge.run_with_hooks("Mary and", fwd_hooks=pairs).shape
-        torch.Size([1, 3, 654])
-    """
-
-    direction: Tensor | str
-    name: str
-    bias: Number = 0.0
-    over: str = "tokens"
-    numbers = ("direction", "bias")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("over", self.over, ("tokens", "rows"))
-        _check_vectors("direction", self.direction)
-        if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"name is {self.name!r}; it must be a text")
-        if isinstance(self.direction, Tensor) and self.direction.ndim != 1:
-            raise ValueError(
-                f"direction has shape {list(self.direction.shape)}; it must be [feature]"
-            )
-        idle = [f.name for f in fields(Operation) if getattr(self, f.name) != f.default]
-        if idle:
-            raise ValueError(f"a probe reads everywhere: {', '.join(idle)} would have no effect")
-
-    def __gt__(self, threshold: float) -> Condition:
-        return Condition(self.name, True, threshold, self.over)
-
-    def __lt__(self, threshold: float) -> Condition:
-        return Condition(self.name, False, threshold, self.over)
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
-    def check_point(self, hook: HookPoint) -> None:
-        super().check_point(hook)
-        axes = hook.point.axes.split()
-        if len(axes) != 3 or axes[0] != "batch" or axes[1] not in _POSITIONS:
-            raise ValueError(
-                f"{hook.name} has the axes [{hook.point.axes}]; a probe reads [batch pos feature]"
-            )
-
-    def __call__(self, activation: Tensor, hook: HookPoint, **inputs: Tensor) -> Tensor:
-        self.check_point(hook)
-        readings, step = _readings(hook)
-        values = activation @ self.number("direction", activation, inputs, hook)
-        values = values + self.number("bias", activation, inputs, hook)
-        unpadded = self._without_padding(values, tokens_along(1, activation, hook))
-        highest = unpadded.reshape(user_rows(len(values), hook), -1).amax(-1)
-        before = readings.get(self.name)
-        if before is not None and before.highest.shape == highest.shape:
-            highest = torch.maximum(highest, before.highest.to(highest.device))
-        readings[self.name] = _ProbeReading(step, values.detach(), highest.detach())
-        return activation
-
-    @staticmethod
-    def _without_padding(values: Tensor, tokens: SequencePart) -> Tensor:
-        """Return the values ``[row token]`` with minus infinity at padding."""
-        if tokens.real is None:
-            return values
-        places = torch.arange(tokens.length, device="cpu") + tokens.first
-        real = tokens.real.to(values.device)[:, places.clamp(max=tokens.prompt - 1)]
-        generated = (places >= tokens.prompt).to(values.device)
-        return values.masked_fill(~(real | generated), float("-inf"))
-
-
-_KINDS = (
+#: The operations that change activations.
+KINDS: tuple[type[Operation], ...] = (
     Set,
     Add,
     AddScaled,
@@ -1350,7 +1264,4 @@ _KINDS = (
     ProjectOnto,
     Cap,
     Replace,
-    Probe,
 )
-#: All operations, by name.
-OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in _KINDS}

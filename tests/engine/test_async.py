@@ -15,7 +15,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.engine import AsyncEngine, EngineAnswer, FromAnswers
-from bridge.interventions import Add, Interventions, Scale
+from bridge.interventions import Add, FittedProbe, Interventions, Scale
 from tests.engine.test_engine import (  # noqa: F401
     OPTIONS,
     alone,
@@ -116,6 +116,23 @@ def test_one_request_is_made_of_what_another_gave(
         (0, tokens),
         (1, tokens),
     ]
+
+
+def test_the_whole_answer_has_readings(
+    engine: AsyncEngine, bridge: TransformerBridge, loop: asyncio.Runner
+) -> None:
+    """Two samples of a prompt; a partial answer has none."""
+    prompt = prompts_of(random.Random(6), 1)[0]
+    probe = FittedProbe(point=POST, values=torch.ones(1, 64), over="mean")
+    options = {"stop_at_eos": False, "n": 2, "temperature": 1.0, "top_k": 1}
+    *partial, first, second = loop.run(whole(engine.stream(prompt, 4, readings=[probe], **options)))
+    _, cache = alone(bridge, prompt, None, 4, [POST])
+    expected = cache[POST].sum(-1)
+    assert partial and not any(answer.readings for answer in partial)
+    for answer in (first, second):
+        reading = answer.readings["probe"]
+        assert torch.allclose(reading.tokens, expected, rtol=0, atol=1e-3)
+        assert abs(reading.value - float(expected.mean())) < 1e-3
 
 
 @pytest.mark.unchecked

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.engine import Engine
+from bridge.engine import Engine, LensTop
 from bridge.engine import engine as of_engine
 from bridge.harvest import Activations, HarvestError, MixError, TopK, harvest
 from bridge.interventions import (
     Add,
     AddScaled,
+    FittedProbe,
     Interventions,
     Operation,
     ProjectOnto,
@@ -31,6 +32,7 @@ from bridge.interventions import (
     Set,
     Zero,
 )
+from bridge.lens import TunedLens
 from tests.engine.test_tables import SAE
 
 pytestmark = [
@@ -533,6 +535,101 @@ def test_an_engine_whose_proof_fails_leaves_no_process(
         for process in psutil.wait_procs(left, timeout=20)[1]
         if "EngineCore" in process.name()
     ]
+
+
+MID, POST = "blocks.0.hook_resid_mid", "blocks.1.hook_resid_post"
+PRE = "blocks.1.hook_resid_pre"
+EDITS = Interventions([(MID, Scale(0.5)), (POST, Add(0.1, part="generated"))])
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+#: One for each kind of aggregation that an engine's products are joined by.
+PROBES = [
+    FittedProbe(point=POST, values=numbers(1, D), over="ema", name="one", bias=0.3),
+    FittedProbe(
+        point=MID, values=numbers(3, D), queries=numbers(3, D) / 8, over="attention", name="a"
+    ),
+    FittedProbe(point=POST, values=numbers(2, D, seed=1), over="multimax", name="m"),
+]
+
+
+@pytest.fixture(scope="module")
+def tuned(bridge: TransformerBridge) -> TunedLens:
+    lens = TunedLens(2, D)
+    for seed, parameter in enumerate(lens.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(seed))
+    return lens
+
+
+def test_readings_are_those_of_a_run_alone(engine: Engine, bridge: TransformerBridge) -> None:
+    """Chunked prompts, preempted requests and edits in the same passes, and no activation in the
+    answers.
+    """
+    prompts = prompts_of(random.Random(0), 24)
+    each = [EDITS if number % 3 == 0 else None for number in range(24)]
+    answers = engine.generate(prompts, 5, each, readings=PROBES, stop_at_eos=False)
+    for answer, prompt, edits in zip(answers, prompts, each, strict=True):
+        tokens, cache = alone(bridge, prompt, edits, 5, [MID, POST])
+        assert answer.tokens.tolist() == tokens and not answer.activations
+        for probe in PROBES:
+            products = cache[probe.point].double() @ probe.weights.double().T
+            read = answer.readings[probe.name]
+            expected = products[:, 0] + probe.bias if probe.name == "one" else products
+            assert torch.allclose(read.tokens.double(), expected, rtol=0, atol=1e-3)
+            assert read.tokens.shape == expected.shape
+            assert abs(read.value - probe.aggregate(products)) < 1e-3
+
+
+def test_a_lens_reads_the_same_tokens_as_in_a_run(
+    engine: Engine, bridge: TransformerBridge, tuned: TunedLens
+) -> None:
+    prompts = prompts_of(random.Random(1), 6)
+    kinds = {"raw": "raw", "normed": "normed", "tuned": tuned}
+    lenses = [LensTop(PRE, kind, 4, name) for name, kind in kinds.items()]
+    answers = engine.generate(prompts, 1, readings=[*lenses, LensTop(POST, "normed", 1)])
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert not answer.activations
+        for name, kind in kinds.items():
+            top = bridge.lens(torch.tensor([prompt]), kind, layers=[1]).top(4)
+            likely = answer.lens[name]
+            assert torch.equal(likely.tokens, top.tokens[0, 0]), name
+            difference = likely.probabilities.double() - top.probabilities[0, 0]
+            assert difference.abs().max() < 1e-5
+        assert answer.lens[POST].tokens[-1, 0] == answer.tokens[0]  # the end is the model's output
+
+
+def test_decisions_over_ten_thousand_tokens(engine: Engine, bridge: TransformerBridge) -> None:
+    prompts = prompts_of(random.Random(2), 290)
+    readings = [reading["one"] for p in prompts for reading in bridge.readings([p], PROBES[:1])]
+    level = float(torch.cat([reading.tokens for reading in readings]).median())
+    probe = FittedProbe(point=POST, values=PROBES[0].values, over="max", bias=0.3, threshold=level)
+    agreement = probe.compare(bridge, engine, prompts)
+    assert agreement.decisions > 10_000 and 0.4 < agreement.positive / agreement.decisions < 0.6
+    assert agreement.different == 0 and agreement.within_rounding <= 2
+    assert agreement.largest < 1e-3
+
+
+def test_what_no_reading_is_for_is_refused(engine: Engine, tuned: TunedLens) -> None:
+    for sources, error, match in (
+        ([PROBES[0], PROBES[0]], ValueError, "give each its own name"),
+        (
+            [FittedProbe(point="hook_embed", values=numbers(1, D), over="max")],
+            ValueError,
+            "Engine.poi",
+        ),
+        ([FittedProbe(point=POST, values=numbers(1, 7), over="max")], ValueError, "has 7 features"),
+        ([POST], TypeError, "it takes a FittedProbe or a LensTop"),
+        ([LensTop(MID)], ValueError, "reads the residual stream between layers"),
+        ([LensTop(PRE, k=200)], ValueError, "the vocabulary has 199 tokens"),
+        ([LensTop(PRE, TunedLens(3, D))], ValueError, "the lens is for 3 layers"),
+    ):
+        with pytest.raises(error, match=match):
+            engine.generate([[5, 6]], 1, readings=sources)
+    with pytest.raises(ValueError, match="kind is 'final'"):
+        LensTop(PRE, "final")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import torch
 
 from bridge import TransformerBridge
 from bridge.embedded import MODEL_DIR
-from bridge.interventions import Add, Interventions, Zero
+from bridge.interventions import Add, FittedProbe, Interventions, Zero
 from tests.engine.test_engine import pytestmark  # noqa: F401
 
 PROMPTS = [
@@ -32,6 +32,13 @@ PROMPTS = [
     "1 2 3 4",
 ]
 POINT = "blocks.1.hook_resid_post"
+PROBE = FittedProbe(
+    point=POINT,
+    values=torch.randn(2, 128, generator=torch.Generator().manual_seed(3)) / 8,
+    over="multimax",
+    name="city",
+    bias=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,7 @@ def address(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    torch.save(PROBE, folder / "probe.pt")
     code = page.split("```text\n# serve.py\n")[1].split("```")[0]
     more = (
         f"port={port}, adapters={{'tuned': 'tuned'}}, rows=2, enforce_eager=True,"
@@ -88,6 +96,7 @@ def address(
     )
     more += "gpu_memory_utilization=0.05"
     assert "port=8000" in code
+    code = code.replace("readings=[probe]", "readings=[torch.load('probe.pt', weights_only=False)]")
     (folder / "serve.py").write_text(code.replace("port=8000", more))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "serve.py"], cwd=folder, stdout=log, stderr=log)
@@ -106,8 +115,8 @@ def address(
         process.wait(60)
 
 
-def asked(address: str, prompt: str, **more: Any) -> tuple[int, object]:
-    """The status of an answer, and its tokens or its error."""
+def answered(address: str, prompt: str | list[str], **more: Any) -> tuple[int, Any]:
+    """The status of an answer, and the answer or its error."""
     body = {
         "model": str(MODEL_DIR),
         "prompt": prompt,
@@ -122,9 +131,15 @@ def asked(address: str, prompt: str, **more: Any) -> tuple[int, object]:
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())["choices"][0]["token_ids"]
+            return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def asked(address: str, prompt: str, **more: Any) -> tuple[int, object]:
+    """The status of an answer, and its tokens or its error."""
+    status, answer = answered(address, prompt, **more)
+    return status, answer["choices"][0]["token_ids"] if status == 200 else answer
 
 
 def alone(bridge: TransformerBridge, prompt: str, edits: Interventions | None) -> list[int]:
@@ -167,6 +182,41 @@ def test_requests_at_once_are_what_each_is_alone(
     assert len({str(tokens) for _, tokens in answers}) > 2 * len(PROMPTS)
 
 
+def test_the_numbers_of_a_reading_leave_with_the_answer(
+    address: str, bridge: TransformerBridge, edits: dict[str, Interventions]
+) -> None:
+    """Beside an edit, and twice, so that a prefix would be in the cache."""
+    xargs = {"readings": "city", "interventions": "later.safetensors"}
+    for _ in range(2):
+        status, answer = answered(address, PROMPTS[0], vllm_xargs=xargs)
+        assert status == 200, answer
+        tokens = [*bridge.to_tokens(PROMPTS[0], prepend_bos=False)[0].tolist()]
+        whole = [tokens + answer["choices"][0]["token_ids"][:-1]]
+        with bridge.hooks(
+            fwd_hooks=[(POINT, Add(edits["later"][0][1].value, positions=slice(len(tokens), None)))]
+        ):
+            (expected,) = bridge.readings(whole, [PROBE])
+        (sample,) = answer["kv_transfer_params"]["readings"]
+        read = sample["city"]
+        assert torch.allclose(
+            torch.tensor(read["tokens"]), expected["city"].tokens, rtol=0, atol=1e-3
+        )
+        assert abs(read["value"] - expected["city"].value) < 1e-3
+
+
+def test_readings_that_would_be_lost_are_refused(address: str) -> None:
+    xargs = {"readings": ["city"]}
+    assert answered(address, PROMPTS[:2])[0] == 200
+    for more, why in (
+        ({"stream": True}, "are not available with stream"),
+        ({"use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({}, "several prompts in one request"),
+    ):
+        prompt = PROMPTS[0] if more else PROMPTS[:2]
+        status, text = answered(address, prompt, vllm_xargs=xargs, **more)
+        assert status == 400 and why in str(text), (status, text)
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -183,6 +233,7 @@ def test_requests_at_once_are_what_each_is_alone(
         ),
         ({"interventions": "far.safetensors"}, "a position is 50, and there are"),
         ({"bridge": "edit"}, "not for clients"),
+        ({"readings": "town"}, "there is no reading 'town' here; there are city"),
     ],
 )
 def test_what_cannot_be_is_an_error_of_the_client(
