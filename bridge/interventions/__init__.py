@@ -17,6 +17,7 @@ from bridge.interventions.operations import (
     Replace,
     Scale,
     Set,
+    Swap,
     Zero,
 )
 from bridge.interventions.touching import Touching
@@ -39,6 +40,7 @@ __all__ = [
     "Replace",
     "Scale",
     "Set",
+    "Swap",
     "Touching",
     "Zero",
     "load",
