@@ -490,7 +490,10 @@ class RunMethods(HookMethods):
             >>> lens.vectors(" Mary", 2).shape
             torch.Size([128])
         """
-        kinds = {"jacobian": lenses.JacobianLens.fit, "tuned": lenses.TunedLens.fit}
+        kinds: dict[str, Callable[..., lenses.Lens]] = {
+            "jacobian": lenses.JacobianLens.fit,
+            "tuned": lenses.TunedLens.fit,
+        }
         check_choice("kind", kind, kinds)
         return kinds[kind](self, texts, **options)
 

@@ -315,7 +315,7 @@ class Lens(nn.Module):
         controls: int = 32,
         seed: int = 0,
     ) -> list[Occupancy]:
-        """Estimate how many tokens' vectors are in a vector: those that explain more of it than as
+        """Estimate how many tokens' vectors are in a vector: tokens that explain more of it than as
         many of random directions do (Gurnee et al. 2026).
 
         Args:

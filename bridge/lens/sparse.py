@@ -60,7 +60,7 @@ class Occupancy:
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Vectors, from which those that explain another vector are selected one by one.
+    """Vectors that are selected one by one to explain another vector.
 
     Args:
         atoms: the vectors.

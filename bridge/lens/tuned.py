@@ -82,10 +82,11 @@ class TunedLens(Lens):
         return tuple(range(len(self.translators) + 1))
 
     def matrix(self, layer: int) -> Float[Tensor, "d_model d_model"]:
-        identity = torch.eye(self.config["d_model"]).to(self.translators[0].weight)
-        if layer == len(self.translators):
+        parameters = [parameter for parameter in self.parameters() if parameter.ndim == 2]
+        identity = torch.eye(self.config["d_model"]).to(parameters[0])
+        if layer == len(parameters):
             return identity
-        return identity + self.translators[layer].weight
+        return identity + parameters[layer]
 
     def forward(
         self, stream: Float[Tensor, "*any d_model"], layer: int

@@ -70,7 +70,7 @@ def run_theirs(folder):
 def models(tmp_path_factory):
     """By name: the bridge, the plan, and what TransformerLens computes."""
     folder = tmp_path_factory.mktemp("lenses")
-    made = {}
+    plans = {}
     for name in NAMES:
         (folder / name).mkdir()
         bridge, texts, pair, path, skip_first = plan_of(name, folder)
@@ -86,9 +86,9 @@ def models(tmp_path_factory):
             "file": str(folder / name / "theirs_lens.pt"),
         }
         (folder / name / "plan.json").write_text(json.dumps(plan), "utf-8")
-        made[name] = bridge, plan
+        plans[name] = bridge, plan
     run_theirs(folder)
-    return {name: (*each, torch.load(folder / name / "theirs.pt")) for name, each in made.items()}
+    return {name: (*each, torch.load(folder / name / "theirs.pt")) for name, each in plans.items()}
 
 
 def fit(bridge, plan, texts):

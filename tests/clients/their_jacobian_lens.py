@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def computed(model, plan):
-    """What the test compares, of one model."""
+    """Compute everything that the test compares, for one model."""
     texts, prompt = plan["texts"], torch.tensor([plan["prompt"]])
     # A text is the number of its tokens' list.
     model.to_tokens = lambda text: torch.tensor([texts[int(text)]])
@@ -83,7 +83,7 @@ def computed(model, plan):
 
 
 def loaded(model, file, prompt):
-    """What a file of ours reads."""
+    """Read with a lens from a file of ours."""
     lens = JacobianLens.load(file)
     lens.metadata["model_name"] = model.cfg.model_name
     lens.validate_model(model)

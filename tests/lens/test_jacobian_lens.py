@@ -24,8 +24,8 @@ def by_hand(bridge, tokens, layer, skip_first):
         hook = [(f"blocks.{layer}.hook_resid_pre", lambda act, hook: stream)]
         return bridge.run_with_hooks(tokens, fwd_hooks=hook, stop_at_layer=n)
 
-    whole = torch.autograd.functional.jacobian(end, start)[0, :, :, 0]  # pos d pos d
-    kept = whole[skip_first : length - 1, :, skip_first : length - 1]
+    full = torch.autograd.functional.jacobian(end, start)[0, :, :, 0]  # pos d pos d
+    kept = full[skip_first : length - 1, :, skip_first : length - 1]
     return kept.sum(0).mean(1)
 
 
@@ -47,10 +47,10 @@ def test_the_entries_are_mean_derivatives(bridge, texts, skip_first):
 def test_all_ways_to_fit_agree(bridge, texts, monkeypatch, at_once):
     right = bridge.fit_lens(texts, skip_first=2, verbose=False).matrices
     monkeypatch.setattr("bridge.lens.jacobian._continues", lambda bridge: False)
-    whole = bridge.fit_lens(texts, skip_first=2, at_once=at_once, verbose=False)
+    uncut = bridge.fit_lens(texts, skip_first=2, at_once=at_once, verbose=False)
     monkeypatch.setattr("bridge.lens.jacobian._batches", lambda streams: False)
     copies = bridge.fit_lens(texts, skip_first=2, at_once=at_once, verbose=False)
-    for other in (whole, copies):
+    for other in (uncut, copies):
         torch.testing.assert_close(other.matrices, right, atol=1e-5, rtol=1e-4)
 
 
@@ -161,16 +161,16 @@ def test_files(bridge, texts, tmp_path):
 
 
 def test_merging(bridge, texts):
-    whole = bridge.fit_lens(texts, skip_first=2, verbose=False)
+    lens = bridge.fit_lens(texts, skip_first=2, verbose=False)
     parts = [bridge.fit_lens(part, skip_first=2, verbose=False) for part in (texts[:1], texts[1:])]
     merged = Lens.merge(parts)
-    torch.testing.assert_close(merged.matrices, whole.matrices, atol=1e-5, rtol=1e-4)
-    assert merged.metadata == whole.metadata and merged.n_prompts == 3
+    torch.testing.assert_close(merged.matrices, lens.matrices, atol=1e-5, rtol=1e-4)
+    assert merged.metadata == lens.metadata and merged.n_prompts == 3
     other = bridge.fit_lens(texts, skip_first=3, verbose=False)
-    for lenses in ([whole, other], [whole, JacobianLens(whole.maps, 0, whole.metadata)]):
+    for lenses in ([lens, other], [lens, JacobianLens(lens.maps, 0, lens.metadata)]):
         with pytest.raises(ValueError, match="fitted in the same way"):
             Lens.merge(lenses)
-    for lenses in ([], [whole, TunedLens(3, 32)]):
+    for lenses in ([], [lens, TunedLens(3, 32)]):
         with pytest.raises(ValueError, match="kinds"):
             Lens.merge(lenses)
     with pytest.raises(ValueError, match="no mean over texts"):
