@@ -58,6 +58,7 @@ $(EXPORT)/.installed: $(STAMP)
 
 # Programs of other people, written for TransformerLens, run on ours: each installed at one version, beside what is here.
 # EAP-IG is not among them, as it is not in the index. circuit-tracer and pyvene ask for older packages than they need.
+# TransformerLens 4.3 is in a folder of its own: only the process that is compared with ours has it on its path.
 CLIENTS := .clients
 clients: $(CLIENTS)/.installed
 	HF_HUB_OFFLINE=1 WANDB_MODE=disabled UNCHECKED=1 $(CLIENTS)/bin/python -m pytest -n 0 tests/clients -m clients
@@ -76,6 +77,7 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	    pathvalidate tabledata tcolorpy typepy rouge-score sacrebleu portalocker sqlitedict tqdm-multiprocess word2number \
 	    more-itertools nltk absl-py colorama tabulate
 	$(CLIENTS)/bin/python -m pip install --quiet --upgrade-strategy only-if-needed inspect_ai==0.3.285
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --target $(CLIENTS)/transformer_lens_4 transformer-lens==4.3.0
 	touch $@
 
 # Repositories of other people, each at one revision, with TransformerLens 2.18 and with ours, in two processes: their numbers

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
+from bridge.arguments import check_choice
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
@@ -425,7 +426,7 @@ class RunMethods(HookMethods):
     def lens(
         self,
         input: Input,
-        kind: str | lenses.TunedLens = "normed",
+        kind: str | lenses.Lens = "normed",
         pos_slice: PosSlice = None,
         layers: Sequence[int] | None = None,
         prepend_bos: bool | None = None,
@@ -439,7 +440,7 @@ class RunMethods(HookMethods):
         Args:
             input: a text, several texts, token ids, or tokens ``[pos]`` or ``[batch, pos]``.
             kind: ``"normed"``, through the final norm and the unembedding; ``"raw"``, through the
-                unembedding only; or a `bridge.lens.TunedLens`.
+                unembedding only; or a `bridge.lens.Lens`, such as `fit_lens` returns.
             pos_slice, layers, prepend_bos, attention_mask, max_bytes, model_kwargs: as for
             `bridge.lens`.
 
@@ -521,6 +522,38 @@ class RunMethods(HookMethods):
                 acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}
                 readings.append(readings_of(by_point, acts))
         return readings
+
+    def fit_lens(self, texts: Sequence[Any], kind: str = "jacobian", **options: Any) -> lenses.Lens:
+        """Fit a lens on texts: a linear map per layer from the residual stream there to the last
+        one. Pass it to `lens` as `kind`, or use it on vectors: its `decode`, `vectors`,
+        `decompose` and `occupancy`.
+
+        Args:
+            texts: texts, or tokens; for ``"tuned"`` batches of them.
+            kind: ``"jacobian"``, the mean derivative (Gurnee et al. 2026, "Verbalizable
+                Representations Form a Global Workspace in Language Models"); or ``"tuned"``, a
+                trained affine map (Belrose et al. 2023, "Eliciting Latent Predictions from
+                Transformers with the Tuned Lens").
+            options: of `bridge.lens.JacobianLens.fit` or `bridge.lens.TunedLens.fit`.
+
+        Raises:
+            ValueError: an unknown kind; texts or a model that the lens cannot be fitted on.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> from bridge.embedded import prompts
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> texts = [prompt.text + prompt.answer for prompt in prompts("ioi", 4)]
+            >>> lens = bridge.fit_lens(texts, skip_first=4, verbose=False)
+            >>> lens.vectors(" Mary", 2).shape
+            torch.Size([128])
+        """
+        kinds: dict[str, Callable[..., lenses.Lens]] = {
+            "jacobian": lenses.JacobianLens.fit,
+            "tuned": lenses.TunedLens.fit,
+        }
+        check_choice("kind", kind, kinds)
+        return kinds[kind](self, texts, **options)
 
     # Hook points in a basis of the user's.
 

@@ -15,6 +15,7 @@ from bridge.interventions.operations import (
     Replace,
     Scale,
     Set,
+    Swap,
     Zero,
 )
 from bridge.interventions.probes import (
@@ -48,6 +49,7 @@ __all__ = [
     "Replace",
     "Scale",
     "Set",
+    "Swap",
     "Touching",
     "Zero",
     "load",

@@ -1166,6 +1166,71 @@ class Cap(ProjectOut):
         return activation - excess.unsqueeze(-1) * unit
 
 
+#: The largest cosine of two directions whose coordinates can be told apart.
+_MOST_COSINE = 0.999
+
+
+@_operation
+class Swap(Operation):
+    """An operation that exchanges the coordinates of two directions (Gurnee et al. 2026,
+    "Verbalizable Representations Form a Global Workspace in Language Models"): the rest of the
+    activation, orthogonal to both, is unchanged.
+
+    Args:
+        a, b: ``[feature]``, of any length, and not parallel. Coordinates are those of the sum
+            ``coordinate_a * a + coordinate_b * b`` that is closest to the activation.
+        scale: how far it goes: 1 exchanges them, 2 goes as far again.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.interventions import Swap
+        >>> from bridge.lens import Lens
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> swap = Swap(*Lens(bridge).vectors([" Mary", " John"], 4), positions=-1)
+        >>> with bridge.hooks(fwd_hooks=[("blocks.3.hook_resid_post", swap)]):
+        ...     bridge(
+        ...         "When Mary and John went to the store, John gave a drink to",
+        ...         return_type="predictions",
+        ...     )
+        ' John'
+    """
+
+    a: Tensor | str
+    b: Tensor | str
+    scale: Number = 1.0
+    numbers = ("a", "b", "scale")
+    of_features = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        a, b = self.a, self.b
+        _check_vectors("a", a)
+        _check_vectors("b", b)
+        # Values of tensors under `torch.vmap` cannot be read.
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or is_functorch_wrapped_tensor(a):
+            return
+        if a.ndim != 1 or a.shape != b.shape:
+            raise ValueError(
+                f"a and b have the shapes {list(a.shape)} and {list(b.shape)}; they must be"
+                " [feature]"
+            )
+        cosine = float(torch.cosine_similarity(a.detach().double(), b.detach().double(), dim=0))
+        if not abs(cosine) < _MOST_COSINE:
+            raise ValueError(
+                f"the cosine of a and b is {cosine:.4f}; it must be below {_MOST_COSINE}, or their"
+                " coordinates cannot be told apart"
+            )
+
+    def change(self, activation: Tensor, numbers: Numbers) -> Tensor:
+        wide = torch.promote_types(activation.dtype, torch.float32)
+        a, b = numbers["a"].to(wide), numbers["b"].to(wide)
+        aa, ab, bb = (a * a).sum(), (a * b).sum(), (b * b).sum()
+        # The difference of the coordinates, by Cramer's rule.
+        reading = (b * (aa + ab) - a * (bb + ab)) / (aa * bb - ab * ab)
+        difference = (activation.to(wide) @ reading).unsqueeze(-1)
+        return activation + (numbers["scale"] * difference * (a - b)).to(activation.dtype)
+
+
 def _component(activation: Tensor, directions: Tensor) -> Tensor:
     """Return the component of an activation along directions."""
     basis = orthonormal(directions.reshape(-1, directions.shape[-1]))
@@ -1263,5 +1328,6 @@ KINDS: tuple[type[Operation], ...] = (
     ProjectOut,
     ProjectOnto,
     Cap,
+    Swap,
     Replace,
 )

@@ -4,6 +4,7 @@ clients`.
 
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 
@@ -24,8 +25,15 @@ collect_ignore = [
     f"{name}.py" for name, package in NEEDS.items() if importlib.util.find_spec(package) is None
 ]
 
+#: TransformerLens 4.3, which only a process of its own imports.
+TRANSFORMER_LENS_4 = pathlib.Path(sys.prefix) / "transformer_lens_4"
+
 if len(collect_ignore) < len(NEEDS):
     import bridge.legacy.as_transformer_lens  # noqa: F401  # before any of them imports the other one
+
+
+if not TRANSFORMER_LENS_4.is_dir():
+    collect_ignore.append("test_jacobian_lens.py")
 
 
 def pytest_collection_modifyitems(items):

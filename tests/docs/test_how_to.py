@@ -18,6 +18,7 @@ TERMS = {
     "direct logit attribution": "direct_logit_attribution",
     "logit lens": "logit_lens",
     "tuned lens": "logit_lens",
+    "Jacobian lens": "jacobian_lens",
     "contrastive activation addition": "contrastive_activation_addition",
     "steering vector": "contrastive_activation_addition",
     "refusal ablation": "refusal_ablation",

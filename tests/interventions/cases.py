@@ -15,6 +15,7 @@ from bridge.interventions import (
     Replace,
     Scale,
     Set,
+    Swap,
     Zero,
 )
 
@@ -94,6 +95,7 @@ def cases(d_model: int, n_heads: int) -> dict[str, tuple[str, object, object]]:
         "ProjectOut": (RESID, ProjectOut(rows), out),
         "ProjectOnto": (RESID, ProjectOnto(vector), onto),
         "Cap": (RESID, Cap(vector, 0.1), capped(vector)),
+        "Swap": (RESID, Swap(vector, other, 0.5), swapped(rows)),
         "Replace": (RESID, Replace(source), replace),
         "Replace, one": (RESID, Replace(source, positions=2), replace_one),
     }
@@ -106,6 +108,15 @@ def capped(vector):
         x += (along.clamp(max=0.1) - along)[..., None] * unit
 
     return cap
+
+
+def swapped(rows):
+    def swap(x):
+        dual = torch.linalg.pinv(rows.double())
+        coordinates = x.double() @ dual
+        x += 0.5 * (coordinates.flip(-1) - coordinates) @ rows.double()
+
+    return swap
 
 
 NAMES = list(cases(32, 4))

@@ -156,7 +156,7 @@ def test_top_of_one_position_holds_no_stack(bridge, tokens, monkeypatch):
 def test_long_prompts_are_decoded_in_parts(bridge, tokens, monkeypatch):
     right = lens(bridge, tokens).top(4)
     # Of the size that is decoded in parts, logits take gigabytes.
-    monkeypatch.setattr("bridge.lens.MOST_LOGITS", 2 * 61 * 2)
+    monkeypatch.setattr("bridge.lens.reading.MOST_LOGITS", 2 * 61 * 2)
     found = lens(bridge, tokens)
     assert torch.equal(found.top(4).tokens, right.tokens)
     torch.testing.assert_close(found.divergence(), lens(bridge, tokens).divergence())
