@@ -323,10 +323,9 @@ def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tenso
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
         return inputs, batch.get("attention_mask")
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
-        return batch, None
-    if batch and isinstance(batch[0], str):
-        padded = bridge.batch_of(batch)
+    texts = None if isinstance(batch, str) else texts_in(batch)
+    if texts is not None:
+        padded = bridge.batch_of(texts)
         return padded.tokens, padded.mask
     return batch, None
 

@@ -34,6 +34,7 @@ from bridge.hooks.names import NamesFilter, suggestion
 from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.run.inputs import TAKEN_BY, Input, RunnableBridge, added_around, embeddings_given
 from bridge.run.rotary import refuse_rows_that_pass
+from bridge.run.spans import is_chat
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -131,7 +132,7 @@ def _kind(input: Input) -> str:
     """Return the kind of an input: ``"tokens"``, ``"str"`` or ``"list"``."""
     if texts_in(input) is None:
         return "tokens"
-    return "str" if isinstance(input, str) else "list"
+    return "str" if isinstance(input, str) or is_chat(input) else "list"
 
 
 def _embedded_kwargs(bridge: RunnableBridge, input: Tensor, more: Kwargs) -> Kwargs:
