@@ -251,12 +251,6 @@ class TokenPositions:
         """Return the positions, in ascending order."""
         raise NotImplementedError
 
-    @property
-    def slice(self) -> list[int]:
-        """Return the positions, for the methods of a cache."""
-        checked: list[int] = positions_of(self)
-        return checked
-
 
 def positions_of(value: Any) -> Any:
     """Return the positions that a value stands for; any other value is returned unchanged.

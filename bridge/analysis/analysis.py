@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from bridge.arguments import listed
+from bridge.arguments import TokenPositions, listed, positions_of
 from bridge.hooks.studied_bridge import StudiedBridge
 
 
@@ -145,6 +145,7 @@ Index = (
     | Sequence[int]
     | np.ndarray
     | Tensor
+    | TokenPositions
     | _HasSlice
     | None
 )
@@ -175,6 +176,7 @@ def plain(index: Index) -> Plain:
     """
     if index is None or isinstance(index, int | slice | list):
         return index  # isinstance with a protocol is slower
+    index = positions_of(index)
     chosen = index.slice if isinstance(index, _HasSlice) else index
     if isinstance(chosen, tuple):
         return slice(*chosen)

@@ -165,7 +165,7 @@ class PatternStatistics:
         queries = torch.arange(start, start + pattern.shape[2], device=pattern.device)
         order = None  # of each row's tokens, before its padding
         if real is not None:
-            order = real.to(pattern.device).logical_not().byte().argsort(-1, stable=True)
+            order = real.to(pattern.device).logical_not().byte().argsort(dim=-1, stable=True)
         places = [torch.tensor([group], device=pattern.device) for group in self.groups]
         places = [place if order is None else order[:, place[0]] for place in places]
         to_groups = torch.stack([_summed(pattern, place) for place in places], -1)
@@ -279,7 +279,7 @@ def vertical_scores(
         The mean of each column; NaN for the last `nearest` sentences, which no row is left for.
 
     Raises:
-        ValueError: the matrices are not square, or `nearest` is negative.
+        ValueError: `nearest` is negative.
 
     Example:
         >>> import torch
@@ -289,11 +289,8 @@ def vertical_scores(
         tensor([0.4000, 0.2000,    nan])
     """
     n = between.shape[-1]
-    if between.shape[-2] != n or nearest < 0:
-        raise ValueError(
-            f"between has shape {list(between.shape)} and nearest is {nearest}: it must be a matrix"
-            " [sentence, sentence], and a number from 0 on"
-        )
+    if nearest < 0:
+        raise ValueError(f"nearest is {nearest}; it must be 0 or more")
     below = torch.ones(n, n, dtype=torch.bool, device=between.device).tril(-nearest)
     values = _ranked(between, below) if ranks else between
     return values.masked_fill(~below, 0).sum(-2) / below.sum(-2)

@@ -28,7 +28,7 @@ from bridge.run.inputs import HookSpec
 from bridge.run.spans import Chat, Span, Spans
 
 #: The logits that are in memory at once, for a chunk of positions.
-_LOGITS = 2**22
+_LOGITS = 2**20
 
 
 @refuse_wrong_types

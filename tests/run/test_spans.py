@@ -7,6 +7,8 @@ import torch
 from transformers import PythonBackend
 
 from bridge import TransformerBridge
+from bridge.analysis.patterns import PatternStatistics
+from bridge.interventions import Touching, Zero
 from bridge.run.spans import spans_of
 from tests.run.chats import TEMPLATES, TEXT, tokenizer_of
 
@@ -311,3 +313,63 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def bridge():
     return TransformerBridge.boot_embedded()
+
+
+POINT = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture
+def chatty(bridge):
+    """The bridge with a chat template, and the spans of a chat."""
+    bridge.tokenizer.chat_template = TEMPLATE
+    chat = [
+        {"role": "user", "content": "Mary and John went to the store. Then John left."},
+        {"role": "assistant", "content": "John gave a drink to Mary."},
+    ]
+    yield bridge, chat, bridge.spans(chat)
+    bridge.tokenizer.chat_template = None
+
+
+@torch.no_grad()
+def test_spans_are_accepted_where_positions_are(chatty):
+    bridge, chat, spans = chatty
+    chosen = spans["assistant"].content
+    places, span = chosen.positions, spans.sentences()[1]
+    assert places == list(range(places[0], places[-1] + 1)) and places[0] > 0
+    assert Zero(positions=chosen) == Zero(positions=places)
+    assert Zero(keys=span) == Zero(keys=span.positions)
+    hooks = [[(POINT, Zero(positions=x))] for x in (chosen, places)]
+    runs = [bridge.run_with_hooks(chat, fwd_hooks=x) for x in hooks]
+    assert torch.equal(*runs) and not torch.equal(runs[0], bridge(chat))
+    seen = []
+    look = Touching(lambda x, hook: seen.append(x.shape[2:]), queries=chosen, keys=span)
+    bridge.run_with_hooks(chat, fwd_hooks=[("blocks.1.attn.hook_pattern", look)])
+    assert seen == [(len(places), len(span.positions))]
+    _, whole = bridge.run_with_cache(chat)
+    for index in (chosen, span):
+        own = index.positions
+        _, cache = bridge.run_with_cache(chat, pos_slice=index, names_filter=POINT)
+        assert torch.equal(cache[POINT], whole[POINT][:, own])
+        streams = [bridge.lens(chat, pos_slice=x).top(2).tokens for x in (index, own)]
+        assert torch.equal(*streams)
+        stacks = [whole.decompose_resid(pos_slice=x) for x in (index, own)]
+        assert torch.equal(*stacks)
+        kept, hooks, _ = bridge.get_caching_hooks(POINT, pos_slice=index)
+        bridge.run_with_hooks(chat, fwd_hooks=hooks)
+        assert torch.equal(kept[POINT], whole[POINT][:, own])
+
+
+def test_no_spans_are_no_positions(chatty):
+    bridge, chat, spans = chatty
+    for use in (
+        lambda: Zero(positions=spans.thinking),
+        lambda: bridge.run_with_cache(chat, pos_slice=spans.thinking),
+        lambda: bridge.lens(chat, pos_slice=spans.thinking),
+        lambda: PatternStatistics(groups=[spans.thinking]),
+    ):
+        with pytest.raises(ValueError, match=r"Spans\(0 spans, 0 tokens\) has no tokens"):
+            use()
+    with pytest.raises(TypeError, match="heads is"):  # they are positions, not anything else
+        Zero(heads=spans.content)
+    with pytest.raises(TypeError, match="input is Spans"):
+        bridge.to_str_tokens(spans)
