@@ -140,7 +140,7 @@ def _masked_inputs(
     count.
     """
     if not isinstance(prompts, Tensor | Mapping):
-        batch = bridge.batch_of([prompts] if is_chat(prompts) else list(prompts))
+        batch = bridge.batch_of(list(prompts))
         prompts, mask = batch.tokens, batch.mask
     elif mask is None and isinstance(prompts, Tensor):
         if bridge.tokenizer is None:
