@@ -49,8 +49,8 @@ def theirs():
 def test_matrices_scores_and_kurtosis(theirs, bridge):  # noqa: F811
     spans = bridge.spans(CHAT).sentences()
     name = "blocks.{}.attn.hook_pattern".format
-    seen = PatternStatistics(groups=spans)
-    bridge.run_with_callback(CHAT, seen, lambda x: x.endswith("hook_pattern"), max_bytes=2000)
+    statistics = PatternStatistics(groups=spans)
+    bridge.run_with_callback(CHAT, statistics, lambda x: x.endswith("hook_pattern"), max_bytes=2000)
     _, cache = bridge.run_with_cache(CHAT)
     bounds = [(span.start, span.end) for span in spans]
     for nearest, ranks in ((1, False), (1, True), (2, False)):
@@ -59,7 +59,7 @@ def test_matrices_scores_and_kurtosis(theirs, bridge):  # noqa: F811
             # Behind a row and a column, without which they leave out the last token.
             patterns = np.pad(cache[name(layer)][0].numpy(), ((0, 0), (0, 1), (0, 1)))
             matrices = [theirs["_compute_averaged_matrix"](x, bounds) for x in patterns]
-            between = seen.between[name(layer)][0]
+            between = statistics.between[name(layer)][0]
             np.testing.assert_allclose(between.numpy(), matrices, rtol=0, atol=1e-6)
             ours.append(vertical_scores(between, nearest, ranks=ranks))
             with np.errstate(invalid="ignore", divide="ignore"):

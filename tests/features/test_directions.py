@@ -229,12 +229,12 @@ def test_a_direction_between_chats(chatty, side):
     def choose(spans):
         return spans["assistant"].content
 
-    found = direction(bridge, *sets, POINT, position=choose, held_out=0.2)
+    result = direction(bridge, *sets, POINT, position=choose, held_out=0.2)
     means = torch.cat([mean_of(bridge, chats, choose) for chats in sets])
     labels = torch.arange(20) < 10
     vector, _ = _fit(means, labels, "mean", 0.2, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found.vector, vector.to(found.vector), rtol=1e-4, atol=1e-5)
-    assert found.accuracy == 1.0
+    torch.testing.assert_close(result.vector, vector.to(result.vector), rtol=1e-4, atol=1e-5)
+    assert result.accuracy == 1.0
     # The same positions of every chat, and a single one.
     span = bridge.spans(sets[0][0])["assistant"].find("Mary had")
     one = direction(bridge, *sets, POINT, position=span)

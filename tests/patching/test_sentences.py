@@ -166,9 +166,9 @@ def test_suppression_needs_little_more_memory_than_a_forward(bridge):
     with torch.no_grad():
         forward = peak_bytes(lambda: other(spans.tokens))
         assert peak_bytes(lambda: suppression(other, spans)) < 1.2 * forward
-        seen = PatternStatistics(groups=spans)
+        statistics = PatternStatistics(groups=spans)
         names = "blocks.0.attn.hook_pattern"
-        run = lambda: other.run_with_callback(spans.tokens, seen, names, max_bytes=2**24)
+        run = lambda: other.run_with_callback(spans.tokens, statistics, names, max_bytes=2**24)
         assert peak_bytes(run) < 1.2 * forward
 
 
@@ -179,16 +179,16 @@ def test_rollouts_are_generations_with_the_text_before_run_once(bridge, sentence
     prompt = spans.tokens[:, :start]
     kept = bridge.generate(prompt, 6, do_sample=False, verbose=False, return_type="str")
     (expected,) = kept if isinstance(kept, list) else [kept]
-    seen = []
+    lengths = []
     handle = bridge.original_model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     try:
         texts = rollouts(bridge, spans, spans.sentences()[sentence], 3, 6, do_sample=False)
     finally:
         handle.remove()
     assert texts == [expected[len(bridge.to_string(prompt[0])) :]] * 3
-    assert seen[0] == (1, start - 1) and set(seen[1:]) == {(3, 1)}
+    assert lengths[0] == (1, start - 1) and set(lengths[1:]) == {(3, 1)}
     torch.manual_seed(0)
     sampled = rollouts(bridge, spans, spans.sentences()[sentence], 8, 6, temperature=2.0)
     assert len(set(sampled)) > 1
@@ -235,12 +235,12 @@ def test_attention_between_groups(bridge, side, max_bytes):
     texts = texts[:1] if side is None else texts
     groups = [[0, 1, 2], range(3, 7), [2, 9], Span(4, 10, "user", 0, "content", 0, "")]
     groups = [list(x) if isinstance(x, range) else x for x in groups]
-    seen = PatternStatistics(groups=groups)
+    statistics = PatternStatistics(groups=groups)
     name = "blocks.2.attn.hook_pattern"
     batch = bridge.batch_of(texts, padding_side=side)
     more = {} if batch.mask is None else {"attention_mask": batch.mask}
     with torch.no_grad():
-        bridge.run_with_callback(batch.tokens, seen, name, max_bytes=max_bytes, **more)
+        bridge.run_with_callback(batch.tokens, statistics, name, max_bytes=max_bytes, **more)
     for row, text in enumerate(texts):
         with torch.no_grad():
             _, cache = bridge.run_with_cache(text, names_filter=name)
@@ -248,7 +248,9 @@ def test_attention_between_groups(bridge, side, max_bytes):
         places = [getattr(group, "positions", group) for group in groups]
         expected = [[pattern[:, q][:, :, k].mean((1, 2)) for k in places] for q in places]
         expected = torch.stack([torch.stack(x, -1) for x in expected], -2)
-        torch.testing.assert_close(seen.between[name][row].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            statistics.between[name][row].double(), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_groups_that_are_not_there(bridge):
@@ -262,9 +264,9 @@ def test_groups_that_are_not_there(bridge):
         "input_ids": torch.tensor([[5, 6, 7]]),
         "decoder_input_ids": torch.tensor([[5, 6, 7]]),
     }
-    seen = PatternStatistics(groups=[[0]])
+    statistics = PatternStatistics(groups=[[0]])
     with pytest.raises(ValueError, match="attends from other tokens than it attends to"):
-        other.run_with_callback(tokens, seen, "decoder.1.cross_attn.hook_pattern")
+        other.run_with_callback(tokens, statistics, "decoder.1.cross_attn.hook_pattern")
 
 
 def test_a_patch_of_a_sentence_is_that_of_all_its_positions(bridge):

@@ -22,21 +22,21 @@ SPECIAL = re.compile(
 )
 
 
-def tokenizer_of(template, whole=False):
-    """Return a tokenizer for a template: of merged bytes, or `whole`: whose tokens may have any
+def tokenizer_of(template, free=False):
+    """Return a tokenizer for a template: of merged bytes; `free`: whose tokens may have any
     characters.
     """
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_trained(template, whole))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_trained(template, free))
     tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|im_end|>"
     tokenizer.chat_template = template
     return tokenizer
 
 
 @functools.cache
-def _trained(template, whole):
+def _trained(template, free):
     special = ["<|begin_of_text|>", "<|im_end|>", *dict.fromkeys(SPECIAL.findall(template))]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not whole)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not free)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -56,10 +56,10 @@ def characters(spans, **of):
     return "".join("".join(span.text for span in chosen).split())
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["words", "any characters"])
+@pytest.mark.parametrize("free", [False, True], ids=["words", "any characters"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_token_of_each_template_is_in_one_span(name, whole):
-    tokenizer = tokenizer_of(TEMPLATES[name], whole)
+def test_every_token_of_each_template_is_in_one_span(name, free):
+    tokenizer = tokenizer_of(TEMPLATES[name], free)
     for length in (2, 3, 4):
         chat = CHAT[:length]
         spans = check(tokenizer, chat)
@@ -67,7 +67,7 @@ def test_every_token_of_each_template_is_in_one_span(name, whole):
             expected = "".join(message["content"].split())
             content = characters(spans, turn=turn, kind="content")
             # A token may have the template's characters too, but only of the message's ends.
-            assert expected in content if whole else content == expected
+            assert expected in content if free else content == expected
             assert len(content) - len(expected) <= 8
         assert not spans.thinking
 
@@ -139,11 +139,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["words", "any characters"])
+@pytest.mark.parametrize("free", [False, True], ids=["words", "any characters"])
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_messages_are_located_or_refused(case, name, whole):
-    tokenizer = tokenizer_of(TEMPLATES[name], whole)
+def test_hostile_messages_are_located_or_refused(case, name, free):
+    tokenizer = tokenizer_of(TEMPLATES[name], free)
     text = HOSTILE[case]
     refusing = ()
     if case == "tags in a question":  # they read the tags, or take `/think` out
@@ -341,22 +341,22 @@ def test_spans_are_accepted_where_positions_are(chatty):
     hooks = [[(POINT, Zero(positions=x))] for x in (chosen, places)]
     runs = [bridge.run_with_hooks(chat, fwd_hooks=x) for x in hooks]
     assert torch.equal(*runs) and not torch.equal(runs[0], bridge(chat))
-    seen = []
-    look = Touching(lambda x, hook: seen.append(x.shape[2:]), queries=chosen, keys=span)
+    shapes = []
+    look = Touching(lambda x, hook: shapes.append(x.shape[2:]), queries=chosen, keys=span)
     bridge.run_with_hooks(chat, fwd_hooks=[("blocks.1.attn.hook_pattern", look)])
-    assert seen == [(len(places), len(span.positions))]
-    _, whole = bridge.run_with_cache(chat)
+    assert shapes == [(len(places), len(span.positions))]
+    _, full = bridge.run_with_cache(chat)
     for index in (chosen, span):
         own = index.positions
         _, cache = bridge.run_with_cache(chat, pos_slice=index, names_filter=POINT)
-        assert torch.equal(cache[POINT], whole[POINT][:, own])
+        assert torch.equal(cache[POINT], full[POINT][:, own])
         streams = [bridge.lens(chat, pos_slice=x).top(2).tokens for x in (index, own)]
         assert torch.equal(*streams)
-        stacks = [whole.decompose_resid(pos_slice=x) for x in (index, own)]
+        stacks = [full.decompose_resid(pos_slice=x) for x in (index, own)]
         assert torch.equal(*stacks)
         kept, hooks, _ = bridge.get_caching_hooks(POINT, pos_slice=index)
         bridge.run_with_hooks(chat, fwd_hooks=hooks)
-        assert torch.equal(kept[POINT], whole[POINT][:, own])
+        assert torch.equal(kept[POINT], full[POINT][:, own])
 
 
 def test_no_spans_are_no_positions(chatty):
