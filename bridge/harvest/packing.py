@@ -485,10 +485,11 @@ class SourceReader:
             texts = [document for document in batch if isinstance(document, str)]
             rows = iter(self._encode(texts, number))
             for document in batch:
+                row: Any = document
                 if is_chat(document):
                     row = self._chat_ids(document, number)
-                else:
-                    row = next(rows) if isinstance(document, str) else document
+                elif isinstance(document, str):
+                    row = next(rows)
                 ids = np.asarray(row, dtype=np.int32)
                 positions = self._positions(document, number, len(ids))
                 if separator is not None and len(ids):

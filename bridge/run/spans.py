@@ -22,6 +22,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, TypeGuard, overload
 
@@ -89,7 +90,7 @@ class Span(TokenPositions):
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _ChatText:
     """The text of a chat, and its tokens.
 
     Attributes:
@@ -116,7 +117,7 @@ class Spans(TokenPositions, Sequence[Span]):
         layout: the chat's text and tokens.
     """
 
-    def __init__(self, spans: Sequence[Span], layout: _Layout) -> None:
+    def __init__(self, spans: Sequence[Span], layout: _ChatText) -> None:
         self._spans, self._layout = tuple(spans), layout
 
     def __len__(self) -> int:
@@ -296,7 +297,7 @@ def spans_of(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None 
             place = len(text) - len(answer) + start
             segments.append(_Segment(place, place + len(part), "assistant", len(chat), kind))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    layout = _Layout(
+    layout = _ChatText(
         text,
         [*map(tuple, encoded["offset_mapping"])],
         list(encoded["input_ids"]),
@@ -340,14 +341,19 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
+def _with_field(message: Message, name: str, text: str) -> Message:
+    """Return a message with another text in a field."""
+    return {**message, name: text}
+
+
 def _pieces(message: Message) -> Iterator[_Piece]:
     """Yield the texts of a message, in its fields and in the parts of its content."""
     for name in _THOUGHTS:
         if isinstance(message.get(name), str):
-            yield _Piece(message[name], "thinking", lambda new, name=name: {**message, name: new})
+            yield _Piece(message[name], "thinking", partial(_with_field, message, name))
     content = message.get("content")
     if isinstance(content, str):
-        yield from _in_text(message, content, lambda new: {**message, "content": new})
+        yield from _in_text(message, content, partial(_with_field, message, "content"))
     elif isinstance(content, list | tuple):
         for index, part in enumerate(content):
             for name in ("text", "thinking"):
@@ -539,7 +545,7 @@ def _cuts(text: str, start: int, end: int) -> list[int]:
     return [*cuts, end]
 
 
-def _spans(layout: _Layout, segments: Sequence[_Segment]) -> Iterator[Span]:
+def _spans(layout: _ChatText, segments: Sequence[_Segment]) -> Iterator[Span]:
     """Yield the spans of the tokens."""
     text, offsets = layout.text, layout.offsets
     starts = [segment.start for segment in segments]
