@@ -91,9 +91,9 @@ REPOSITORIES := \
     ArthurConmy/Automatic-Circuit-Discovery@bc99ace817 hannamw/EAP-IG@795f5607b2 cybershiptrooper/iit@ed44cbfa25 \
     wesg52/universal-neurons@d797aaaff2 callummcdougall/path_patching@6139fec905 FlyingPumba/InterpBench@220791e4a9 \
     jacobdunefsky/transcoder_circuits@8721ff06b6 montemac/activation_additions@cc3178cb81 \
-    TransformerLensOrg/TransformerLens@v2.18.0 callummcdougall/ARENA_3.0@6644991468
+    TransformerLensOrg/TransformerLens@v2.18.0 callummcdougall/ARENA_3.0@6644991468 interp-reasoning/thought-anchors@2a15f77
 programs: $(STAMP) .programs/.checked_out
-	$(PROGRAMS_SET) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_programs.py -m clients
+	$(PROGRAMS_SET) $(BIN)/python -m pytest -n 0 -rs tests/clients/test_programs.py tests/clients/test_thought_anchors.py -m clients
 
 .programs/.checked_out: .programs/.installed $(if $(findstring .programs/reference,$(PROGRAMS_REFERENCE)),.programs/reference/.installed)
 ifeq ($(PROGRAMS),$(CURDIR)/.programs)

@@ -241,6 +241,33 @@ def _is_one_of(value: object, hint: Any) -> bool:
     return any(_fits(value, part) for part in _members(hint))
 
 
+class TokenPositions:
+    """An object that stands for positions of tokens, such as `Span` and `Spans`: accepted wherever
+    several positions are.
+    """
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the positions, in ascending order."""
+        raise NotImplementedError
+
+
+def positions_of(value: Any) -> Any:
+    """Return the positions that a value stands for; any other value is returned unchanged.
+
+    Args:
+        value: an argument.
+
+    Raises:
+        ValueError: it stands for no position.
+    """
+    if not isinstance(value, TokenPositions):
+        return value
+    if not value.positions:
+        raise ValueError(f"{shown(value)} has no tokens: choose other spans")
+    return value.positions
+
+
 def check_choice(
     name: str, value: object, choices: Iterable[object], error: type[ValueError] = ValueError
 ) -> None:

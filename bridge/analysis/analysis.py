@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from bridge.arguments import listed
+from bridge.arguments import TokenPositions, listed, positions_of
 from bridge.hooks.studied_bridge import StudiedBridge
 
 
@@ -145,6 +145,7 @@ Index = (
     | Sequence[int]
     | np.ndarray
     | Tensor
+    | TokenPositions
     | _HasSlice
     | None
 )
@@ -175,14 +176,16 @@ def plain(index: Index) -> Plain:
     """
     if index is None or isinstance(index, int | slice | list):
         return index  # isinstance with a protocol is slower
-    chosen = index.slice if isinstance(index, _HasSlice) else index
+    chosen: Any = positions_of(index)
+    chosen = chosen.slice if isinstance(chosen, _HasSlice) else chosen
     if isinstance(chosen, tuple):
         return slice(*chosen)
     if isinstance(chosen, np.integer) or (
         isinstance(chosen, np.ndarray | Tensor) and not chosen.ndim
     ):
         return int(chosen)
-    return chosen
+    plain_index: Plain = chosen
+    return plain_index
 
 
 def pick(x: Shaped[Tensor, "..."], index: Index, axis: int) -> Shaped[Tensor, "..."]:

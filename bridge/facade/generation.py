@@ -23,7 +23,7 @@ from bridge.hooks.names import NamesFilter
 from bridge.interventions.probes import FittedProbe, probes_at
 from bridge.run.inputs import NAMES, HookSpec, Input, Request, unpacked
 from bridge.run.run import check_specs
-from bridge.run.tokenization import as_tokens
+from bridge.run.tokenization import Text, as_tokens, texts_in
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class GenerationMethods(RunMethods, WeightMethods):
 
     def generate_batch(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+        prompts: Sequence[Text] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
         max_new_tokens: int = 10,
         *,
         interventions: Sequence[HookSpec] = (),
@@ -204,7 +204,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         depends on the model and on half of the free memory.
 
         Args:
-            prompts: texts, or tokens ``[pos]`` for each prompt.
+            prompts: texts, chats, or tokens ``[pos]`` for each prompt.
             max_new_tokens: the maximum number of new tokens per prompt.
             interventions: pairs (hook points, function) that apply to all requests, as for
                 `run_with_hooks`.
@@ -594,10 +594,8 @@ class GenerationMethods(RunMethods, WeightMethods):
             command. UnknownHookError, TypeError, ValueError: as for `program` and `Program.export`.
         """
         program = self.program(capture, interventions, inputs)
-        if isinstance(example, str) or (
-            isinstance(example, Sequence) and example and isinstance(example[0], str)
-        ):
-            batch = self.batch_of([example] if isinstance(example, str) else example)
+        if (texts := texts_in(example)) is not None:
+            batch = self.batch_of(texts)
             mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
             example = {"input_ids": batch.tokens, "attention_mask": mask}
         elif not isinstance(example, Mapping):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -19,7 +19,15 @@ from bridge.interventions.operations import Index
 from bridge.interventions.touching import Touching
 from bridge.run import tokenization
 from bridge.run.recorder import PosSlice, caching_functions
-from bridge.run.tokenization import Batch, TextOptions, TokenizerFacts, Tokens
+from bridge.run.spans import Chat, Spans, spans_of
+from bridge.run.tokenization import (
+    Batch,
+    Text,
+    TextOptions,
+    Texts,
+    TokenizerFacts,
+    Tokens,
+)
 
 
 class AddsHooks:
@@ -319,7 +327,7 @@ class HookMethods(WrappedModel, AddsHooks):
 
     def batch_of(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         longest: int | None = None,
@@ -330,7 +338,7 @@ class HookMethods(WrappedModel, AddsHooks):
         pass text.
 
         Args:
-            texts: one or more texts.
+            texts: one or more texts or chats.
             prepend_bos: start each text with BOS; None: ``cfg.default_prepend_bos``, if the
                 tokenizer has a BOS.
             padding_side: the side on which shorter rows are padded; None: the tokenizer's.
@@ -345,7 +353,7 @@ class HookMethods(WrappedModel, AddsHooks):
 
     def to_tokens(
         self,
-        input: str | Sequence[str] | Sequence[Mapping[str, Any]],
+        input: Texts,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         move_to_device: bool = True,
@@ -354,8 +362,9 @@ class HookMethods(WrappedModel, AddsHooks):
         """Convert text to tokens.
 
         Args:
-            input: a text or several; or a chat (messages with ``role`` and ``content``), formatted
-                by the tokenizer's chat template, up to where the answer starts.
+            input: a text or several; or a chat (messages with ``role`` and ``content``) or several,
+                formatted by the tokenizer's chat template. It goes up to where the answer starts,
+                unless its last message is an answer.
             prepend_bos: start each text with BOS; None: ``cfg.default_prepend_bos``, if the
                 tokenizer has a BOS.
             padding_side: the side on which shorter rows are padded; None: the tokenizer's.
@@ -378,6 +387,52 @@ class HookMethods(WrappedModel, AddsHooks):
             self, input, TextOptions(prepend_bos, padding_side), move_to_device, truncate
         )
 
+    @refuse_wrong_types
+    def spans(self, chat: Chat, answer: str | None = None) -> Spans:
+        """Return the spans of a chat: each of its tokens in one, with its role, turn, kind
+        (content, thinking, template), sentence and text.
+
+        Spans are accepted wherever positions are. Texts are located by rendering the chat again
+        with a mark in the place of each; they are not searched for. A sentence ends after ``.``,
+        ``?`` or ``!`` and whitespace, or at an empty line, and has at least ten characters. A token
+        with characters of two spans belongs to that of its first character that is not whitespace.
+        Template text belongs to a message as far as the chat that ends there has it, and else to
+        the next message.
+
+        Args:
+            chat: messages, as for `to_tokens`.
+            answer: text that the model generated after the chat, with its thinking, if templates
+                would drop that. `Spans.tokens` includes it.
+
+        Returns:
+            The spans; their positions are those of the tokens that `to_tokens` returns.
+
+        Raises:
+            ValueError: no chat template; a slow tokenizer; a template that changes a text; a chat
+                longer than the model's context.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> bridge.tokenizer.chat_template = (
+            ...     "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+            ... )
+            >>> chat = [{"role": "user", "content": "Mary and John went to the store. John left."}]
+            >>> spans = bridge.spans(chat)
+            >>> [span.text for span in spans["user"].sentences()]
+            [' Mary and John went to the store.', ' John left.']
+            >>> spans.find("store").positions
+            [8]
+        """
+        spans = spans_of(self.tokenizer_facts.tokenizer, chat, answer)
+        longest, length = self.cfg.n_ctx, spans.tokens.shape[1]
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"the chat has {length} tokens; {self.cfg.model_name} has a context of {longest}:"
+                " leave earlier messages out"
+            )
+        return spans
+
     def to_string(
         self, tokens: Int[Tensor, "..."] | Sequence[int] | Sequence[Int[Tensor, "..."]] | int
     ) -> str | list[str]:
@@ -397,14 +452,14 @@ class HookMethods(WrappedModel, AddsHooks):
     @refuse_wrong_types
     def to_str_tokens(
         self,
-        input: str | Sequence[str] | Tokens,
+        input: Texts | Tokens,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
     ) -> list[str] | list[list[str]]:
         """Return a text or a row of tokens as the text of each token; a list of lists for several.
 
         Args:
-            input: a text, several, or tokens ``[pos]``, ``[1, pos]`` or ``[batch, pos]``.
+            input: a text or a chat, several, or tokens ``[pos]``, ``[1, pos]`` or ``[batch, pos]``.
             prepend_bos, padding_side: as for `to_tokens`.
 
         Example:

@@ -18,17 +18,21 @@ from adapters.points import join, module_at
 from adapters.proofs.evidence import places_of as steps_of
 from adapters.views import constant_of
 from adapters.weights import Weights
-from bridge.arguments import check_choice, refuse_wrong_types
+from bridge.arguments import TokenPositions, check_choice, positions_of, refuse_wrong_types
 from bridge.bridge import TransformerBridge
 from bridge.hooks.context import without_hooks
 from bridge.hooks.hooks import HookPoint
 from bridge.interventions import ProjectOut
 from bridge.rows import mask_of_ends, places_of
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.spans import Spans, is_chat
+from bridge.run.tokenization import Text
 from weight_processing.parts import ProcessedParts, precise
 from weight_processing.saving import untie
 
 How = Literal["mean", "pca", "probe"]
+#: Chooses the positions of a chat.
+OfSpans = Callable[[Spans], TokenPositions]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +57,12 @@ class Direction:
 @refuse_wrong_types
 def direction(
     bridge: TransformerBridge,
-    positives: Prompts | Sequence[str],
-    negatives: Prompts | Sequence[str],
+    positives: Prompts | Sequence[Text],
+    negatives: Prompts | Sequence[Text],
     point: str | HookPoint,
     how: How = "mean",
     *,
-    position: int = -1,
+    position: int | Sequence[int] | TokenPositions | OfSpans = -1,
     attention_mask: tuple[Int[Tensor, "n pos"] | None, Int[Tensor, "m pos2"] | None] = (None, None),
     held_out: float = 0.25,
     seed: int = 0,
@@ -67,13 +71,15 @@ def direction(
 
     Args:
         bridge: the bridge.
-        positives, negatives: the prompts, as texts or tokens of any lengths, or a processor's
-            output.
+        positives, negatives: the prompts, as texts, chats or tokens of any lengths, or a
+            processor's output.
         point: the hook point, of ``[batch, pos, d]``.
         how: ``"mean"``, the difference of the means (Marks and Tegmark 2023); ``"pca"``, the first
             principal component of both sets together (Zou et al. 2023); ``"probe"``, the weights of
             a logistic regression (scikit-learn).
-        position: the position of the activation among each prompt's own tokens: -1 is the last.
+        position: the position of the activation among each prompt's own tokens: -1 is the last. Of
+            several, such as `Spans`, the mean is taken. For chats it may be a function from the
+            `Spans` of each chat to some of them.
         attention_mask: the masks of the positives and of the negatives, if these are tokens: 1 for
             tokens and 0 for padding. None: padding tokens at either end of a row, as `to_tokens`
             adds them, count as padding.
@@ -107,10 +113,13 @@ def direction(
         )
     sets = zip((positives, negatives), attention_mask, strict=True)
     batches = [_masked_inputs(bridge, prompts, mask) for prompts, mask in sets]
+    places = [_positions(bridge, prompts, position) for prompts in (positives, negatives)]
     one, other = (len(batch["input_ids"]) for batch in batches)
     if min(one, other) < 4:
         raise ValueError(f"there are {one} positives and {other} negatives: each set needs four")
-    acts = torch.cat([_activations(bridge, batch, hook, position) for batch in batches])
+    acts = torch.cat(
+        [_activations(bridge, batch, hook, of) for batch, of in zip(batches, places, strict=True)]
+    )
     labels = torch.arange(one + other, device="cpu") < one
     generator = torch.Generator().manual_seed(seed)
     vector, accuracy = _fit(acts, labels, how, held_out, generator)
@@ -125,7 +134,7 @@ def direction(
 
 
 def _masked_inputs(
-    bridge: TransformerBridge, prompts: Prompts | Sequence[str], mask: Tensor | None
+    bridge: TransformerBridge, prompts: Prompts | Sequence[Text], mask: Tensor | None
 ) -> dict[str, Any]:
     """Return prompts as tokens and the other model inputs: the padding mask, unless all positions
     count.
@@ -142,15 +151,44 @@ def _masked_inputs(
     return prompts_with(bridge, prompts, {"attention_mask": mask})
 
 
+def _positions(
+    bridge: TransformerBridge,
+    prompts: Any,
+    position: int | Sequence[int] | TokenPositions | OfSpans,
+) -> list[list[int]]:
+    """Return positions, for all prompts or for each.
+
+    Raises:
+        TypeError: a function is for chats.
+        ValueError: there is none.
+    """
+    if callable(position):
+        if isinstance(prompts, str) or not is_chat(next(iter(prompts), None)):
+            raise TypeError("position is a function, which chooses spans of chats: give chats")
+        return [positions_of(position(bridge.spans(chat))) for chat in prompts]
+    chosen = positions_of(position)
+    chosen = [chosen] if isinstance(chosen, int) else list(chosen)
+    if not chosen:
+        raise ValueError("position is empty: it must be a position, or several")
+    return [chosen]
+
+
 @torch.no_grad()
 def _activations(
-    bridge: TransformerBridge, prompts: dict[str, Any], hook: HookPoint, position: int
+    bridge: TransformerBridge, prompts: dict[str, Any], hook: HookPoint, places: list[list[int]]
 ) -> Tensor:
-    """Return the activation of each prompt at a position of its own tokens."""
+    """Return the mean activation of each prompt at positions of its own tokens."""
     _, cache = bridge.run_with_cache(prompts, names_filter=hook)
-    act = cache[hook.name]
-    places = places_of(prompts.get("attention_mask"), position, act.shape)
-    return act[torch.arange(len(act), device="cpu"), places]
+    act, mask = cache[hook.name], prompts.get("attention_mask")
+    if len(places) == 1:
+        rows = torch.arange(len(act), device="cpu")
+        picked = [act[rows, places_of(mask, position, act.shape)] for position in places[0]]
+        return picked[0] if len(picked) == 1 else torch.stack(picked).mean(0)
+    means = []
+    for row, positions in enumerate(places):
+        own = act[row] if mask is None else act[row][mask[row].bool().to(act.device)]
+        means.append(own[positions].mean(0))
+    return torch.stack(means)
 
 
 def _fit(

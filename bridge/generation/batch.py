@@ -73,7 +73,8 @@ from bridge.run.inputs import HookSpec
 from bridge.run.recorder import free_memory
 from bridge.run.rotary import refuse_requests_that_differ
 from bridge.run.run import check_specs
-from bridge.run.tokenization import TextOptions, as_tokens, batch_of, check_ids
+from bridge.run.spans import is_chat
+from bridge.run.tokenization import Text, TextOptions, as_tokens, batch_of, check_ids
 from bridge.wiring.compiled import has_other_hooks, mark_as_of_batch
 
 # --------------------------------------------------------------------------------------------------
@@ -303,8 +304,8 @@ class Answer:
     readings: Mapping[str, ProbeReading] = field(default_factory=dict)
 
 
-#: Texts or tokens.
-Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
+#: Texts, chats or tokens.
+Prompts = Sequence[Text] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 
 
 def prompts_of(
@@ -327,7 +328,7 @@ def prompts_of(
     """
     if mask is not None:
         return _unmasked_rows(as_tokens(prompts), mask)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence | Tensor):
+    if isinstance(prompts, str) or is_chat(prompts) or not isinstance(prompts, Sequence | Tensor):
         raise TypeError(
             f"prompts is {shown(prompts)}; it must be several texts, or the tokens of several"
             " prompts"
@@ -336,7 +337,7 @@ def prompts_of(
     endings = own.eos_token_id if isinstance(own.eos_token_id, Sequence) else [own.eos_token_id]
     rows = [_prompt_tokens(bridge, i, prompt, bos) for i, prompt in enumerate(prompts)]
     for prompt, row in zip(prompts, rows, strict=True):
-        if row and not isinstance(prompt, str):
+        if row and not isinstance(prompt, str) and not is_chat(prompt):
             check_said(torch.tensor(row, device="cpu"), own.pad_token_id, endings)
     return rows
 
@@ -352,7 +353,7 @@ def _unmasked_rows(tokens: Tensor, mask: Tensor) -> list[list[int]]:
 def _prompt_tokens(bridge: RunnableBridge, index: int, prompt: Any, bos: bool | None) -> list[int]:
     """Return the tokens of one prompt."""
     row = prompt
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or is_chat(prompt):
         empty = not prompt and bos is False
         row = [] if empty else batch_of(bridge, [prompt], TextOptions(bos)).tokens[0]
     if isinstance(row, Tensor):

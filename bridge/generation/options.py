@@ -41,6 +41,7 @@ from bridge.run.inputs import (
     refuse_wrapped_positions,
 )
 from bridge.run.rotary import refuse_rows_that_pass
+from bridge.run.spans import is_chat
 from bridge.run.tokenization import (
     HasTokenizer,
     TextOptions,
@@ -140,7 +141,7 @@ def _kind(input: Input) -> str:
     """Return the kind of an input: ``"tokens"``, ``"str"`` or ``"list"``."""
     if texts_in(input) is None:
         return "tokens"
-    return "str" if isinstance(input, str) else "list"
+    return "str" if isinstance(input, str) or is_chat(input) else "list"
 
 
 def _embedded_kwargs(bridge: RunnableBridge, input: Tensor, more: Kwargs) -> Kwargs:

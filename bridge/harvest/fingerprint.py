@@ -171,12 +171,15 @@ def _basis_hash(hook: HookPoint) -> str:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """Return the hash of a Hugging Face tokenizer: vocabulary, merges, rules and special tokens.
+    """Return the hash of a Hugging Face tokenizer: vocabulary, merges, rules, special tokens, and
+    the chat template.
 
     Args:
         tokenizer: the tokenizer; it is only read.
     """
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    if template := getattr(tokenizer, "chat_template", None):
+        special += json.dumps(template, sort_keys=True)
     if getattr(tokenizer, "is_fast", False):
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
         # These belong to the last call, not to the tokenizer.

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from bridge.arguments import check_choice
+from bridge.arguments import TokenPositions, check_choice, positions_of, shown
 from bridge.bridge import TransformerBridge
 from bridge.harvest.engines import Done, Ran, WorkerPool, installed, run_local, run_ray
 from bridge.harvest.fingerprint import (
@@ -74,6 +74,7 @@ from bridge.harvest.packing import (
     START,
     Cursor,
     DocumentSource,
+    Positions,
     ShardInput,
     SourceReader,
     Tokenization,
@@ -118,6 +119,7 @@ def harvest(
     separator: int | Special | None = None,
     pack: bool = True,
     keep_special: bool = True,
+    positions: Positions | TokenPositions | None = None,
     rows: Rows = "all",
     reduce: Mapping[str, Reduction] | None = None,
     interventions: Changes = (),
@@ -145,10 +147,10 @@ def harvest(
         model: a bridge (in evaluation mode); an `Engine`, which runs it in vLLM, with the points
             that it offers; or a path or name, which is loaded when needed ("embedded": the model in
             the package).
-        source: a list or an iterator of texts or rows of token ids; a tensor of tokens ``[document,
-            pos]``; `Files`, a `pathlib.Path` or several; a Hugging Face data set, whole or
-            streaming; a Ray data set. A call that continues a harvest needs the same documents in
-            the same order; pass an iterator from its beginning.
+        source: a list or an iterator of texts, chats or rows of token ids; a tensor of tokens
+            ``[document, pos]``; `Files`, a `pathlib.Path` or several; a Hugging Face data set,
+            whole or streaming; a Ray data set. A call that continues a harvest needs the same
+            documents in the same order; pass an iterator from its beginning.
         hook_points: names or aliases of points that have a row for each token (an axis ``pos`` or
             ``key_pos``).
         out: the folder, or the URL of one in a store that fsspec knows, such as
@@ -165,6 +167,9 @@ def harvest(
         pack: fill each input with several documents; False: each input has one document, and inputs
             of similar length share a batch. Padding is never written.
         keep_special: write rows for BOS and separators too.
+        positions: the tokens whose rows are written, by their positions in each document, such as
+            `Spans`; for chats it may be a function from the `Spans` of each to some of them. None:
+            all.
         rows: ``"all"`` tokens; or one row for each document in an input, the ``"mean"`` of its
             tokens or the ``"last"`` one; or `TopPositions`.
         reduce: by hook point, a reduction of its activation: `Project`, `TopK`, or an object with
@@ -210,7 +215,7 @@ def harvest(
     # BOS may depend on the model, which is not loaded yet; the separator on its tokenizer.
     options = HarvestOptions(
         tuple(hook_points),
-        Tokenization(context_size, None, None, pack),
+        Tokenization(context_size, None, None, pack, _checked_positions(positions)),
         dtype,
         tokens_per_shard,
         max_tokens,
@@ -241,6 +246,24 @@ def harvest(
         checksums,
     )
     return call.start()
+
+
+def _checked_positions(positions: Positions | TokenPositions | None) -> Positions | None:
+    """Return the positions whose rows are written.
+
+    Raises:
+        HarvestError: they are neither positions from 0 on nor a function.
+    """
+    chosen = positions_of(positions)
+    if chosen is None or callable(chosen):
+        return chosen  # type: ignore[no-any-return]
+    is_list = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    if not is_list or not chosen or any(type(x) is not int or x < 0 for x in chosen):
+        raise HarvestError(
+            f"positions is {shown(positions)}; it must be positions from 0 on, spans of a chat, or"
+            " a function from a chat's spans to some of them"
+        )
+    return list(chosen)
 
 
 def _pool(

@@ -289,9 +289,13 @@ class HarvestOptions:
             device: the kind of device that computes.
         """
         reductions = sorted(self.reduce.items())
+        tokens = asdict(replace(self.tokens, positions=None))
+        del tokens["positions"]
+        if self.tokens.positions is not None:  # a harvest that was begun before has no such option
+            tokens["positions"] = of_value(self.tokens.positions)
         return {
             "hook_points": list(points),
-            **asdict(self.tokens),
+            **tokens,
             "dtype": self.dtype,
             "tokens_per_shard": self.tokens_per_shard,
             "max_tokens": self.max_tokens,

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 import xxhash
 from torch import Tensor
 
-from bridge.arguments import listed
+from bridge.arguments import TokenPositions, listed, shown
 from bridge.harvest.fingerprint import HarvestError
+from bridge.run.spans import Chat, Spans, chat_ids, is_chat, spans_of
 
 # --------------------------------------------------------------------------------------------------
 # Sources of documents: lists, iterators, files, Hugging Face data sets, Ray data sets.
@@ -31,8 +32,10 @@ from bridge.harvest.fingerprint import HarvestError
 Array = np.ndarray[Any, np.dtype[Any]]
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
-#: One document: a text, or token ids.
-Document = str | Int64Array
+#: One document: a text, a chat, or token ids.
+Document = str | Chat | Int64Array
+#: Positions whose rows are written: the same in each document, or a function from a chat's spans.
+Positions = Sequence[int] | Callable[[Spans], TokenPositions]
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class DocumentSource:
     """Documents in a fixed order.
 
     Attributes:
-        read: starts reading; yields each document's text or token ids, and the file that contains
-            it, if any.
+        read: starts reading; yields each document's text, chat or token ids, and the file that
+            contains it, if any.
         description: a description for the manifest.
         total: the number of documents, if it is known without reading them.
         identity: data that identify the source without reading it, if there are any.
@@ -203,14 +206,14 @@ def document(item: Any, number: int, place: str | None) -> Document:
     """Return a document, checked.
 
     Args:
-        item: a text, or token ids (a list, an array, a tensor).
+        item: a text, a chat, or token ids (a list, an array, a tensor).
         number: the number of the document.
         place: its location, for the error.
 
     Raises:
         HarvestError: it is neither.
     """
-    if isinstance(item, str):
+    if isinstance(item, str) or is_chat(item):
         return item
     if isinstance(item, Tensor):
         item = item.cpu().numpy()
@@ -221,7 +224,7 @@ def document(item: Any, number: int, place: str | None) -> Document:
     where = f" of {place}" if place else ""
     raise HarvestError(
         f"document {number}{where} is {type(item).__name__} ({str(item)[:60]!r}); "
-        "it must be a text or a row of token ids"
+        "it must be a text, a chat or a row of token ids"
     )
 
 
@@ -229,9 +232,9 @@ def as_source(source: Any, column: str) -> DocumentSource:
     """Return the documents of a source.
 
     Args:
-        source: a list of texts or token ids, a tensor of tokens ``[document, pos]``, an iterator of
-            either, `Files`, a path (`pathlib.Path`) or a list of them, a Hugging Face data set, a
-            Ray data set.
+        source: a list of texts, chats or token ids, a tensor of tokens ``[document, pos]``, an
+            iterator of these, `Files`, a path (`pathlib.Path`) or a list of them, a Hugging Face
+            data set, a Ray data set.
         column: the column with texts or token ids in JSONL, Parquet and data sets.
 
     Raises:
@@ -269,9 +272,9 @@ def _memory_source(source: Any) -> DocumentSource:
         raise HarvestError("the source is one row of token ids: give a list of rows, [ids]")
     if not isinstance(source, Iterable):
         raise HarvestError(
-            f"the source is {type(source).__name__}; it must be a list or an iterator of texts or"
-            " token ids, a tensor [document, pos], Files, a path, a Hugging Face data set or a Ray"
-            " data set"
+            f"the source is {type(source).__name__}; it must be a list or an iterator of texts,"
+            " chats or token ids, a tensor [document, pos], Files, a path, a Hugging Face data set"
+            " or a Ray data set"
         )
     total, description = None, "an iterator"
     if isinstance(source, Tensor | np.ndarray | list | tuple):
@@ -318,12 +321,14 @@ class Tokenization:
         bos: the id that every input starts with, or None.
         separator: the id that follows every document, or None.
         pack: whether each input is filled with several documents; otherwise it has one document.
+        positions: the tokens whose rows are written; None: all.
     """
 
     context_size: int
     bos: int | None
     separator: int | None
     pack: bool
+    positions: Positions | None = None
 
 
 @dataclass
@@ -336,7 +341,8 @@ class ShardInput:
         tokens: ``[token]``, the concatenated inputs.
         documents: ``[token]``, the number of each token's document (for BOS: of the document after
             it).
-        positions: ``[token]``, each token's position in its document; -1 for BOS and separators.
+        positions: ``[token]``, each token's position in its document; -1 for BOS and separators,
+            -2 for tokens whose rows are not written.
         lengths: ``[sequence]``, the number of tokens in each input.
         after: the place in the source after them.
     """
@@ -460,14 +466,16 @@ class SourceReader:
         """Add a document to the fingerprint."""
         if isinstance(document, str):
             kind, data = b"t", document.encode("utf-8", "surrogatepass")
+        elif is_chat(document):
+            kind, data = b"c", json.dumps(document, sort_keys=True, default=str).encode()
         else:
-            kind, data = b"i", document.tobytes()
+            kind, data = b"i", cast("Int64Array", document).tobytes()
         self._hash.update(kind + len(data).to_bytes(8, "little"))
         self._hash.update(data)
 
-    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, Array, int]]:
-        """Yield documents: their numbers, their ids with the separator's, and their lengths without
-        it.
+    def _encoded(self, after: Cursor) -> Iterator[tuple[int, Document, Array, Int32Array]]:
+        """Yield documents: their numbers, their ids with the separator's, and the tokens' positions
+        (see `ShardInput`).
         """
         documents = self.source.documents()
         self._skip(documents, after)
@@ -477,13 +485,59 @@ class SourceReader:
             texts = [document for document in batch if isinstance(document, str)]
             rows = iter(self._encode(texts, number))
             for document in batch:
-                row = next(rows) if isinstance(document, str) else document
+                row: Any = document
+                if is_chat(document):
+                    row = self._chat_ids(document, number)
+                elif isinstance(document, str):
+                    row = next(rows)
                 ids = np.asarray(row, dtype=np.int32)
-                length = len(ids)
-                if separator is not None and length:
+                positions = self._positions(document, number, len(ids))
+                if separator is not None and len(ids):
                     ids = np.append(ids, np.int32(separator))
-                yield number, document, ids, length
+                    positions = np.append(positions, np.int32(-1))
+                yield number, document, ids, positions
                 number += 1
+
+    def _chat_ids(self, chat: Chat, number: int) -> list[int]:
+        """Return the tokens of a chat.
+
+        Raises:
+            HarvestError: inputs begin with BOS, or there is no tokenizer with a chat template.
+        """
+        if self.tokens.bos is not None:
+            raise HarvestError(
+                f"document {number} is a chat, and inputs begin with BOS: whether a chat does, its"
+                " template says. Pass prepend_bos=False"
+            )
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise HarvestError(
+                f"document {number} is a chat, and there is no tokenizer with a chat template: give"
+                " tokenizer="
+            )
+        return chat_ids(self.tokenizer, chat)
+
+    def _positions(self, document: Document, number: int, length: int) -> Int32Array:
+        """Return the positions of a document's tokens, -2 for those whose rows are not written.
+
+        Raises:
+            HarvestError: they are chosen by a function, and the document is no chat.
+        """
+        positions = np.arange(length, dtype=np.int32)
+        chosen = self.tokens.positions
+        if chosen is None:
+            return positions
+        if callable(chosen):
+            if not is_chat(document):
+                raise HarvestError(
+                    f"positions is a function, which chooses spans of chats, and document {number}"
+                    " is none"
+                )
+            spans = chosen(spans_of(self.tokenizer, document))
+            if not isinstance(spans, TokenPositions):
+                raise HarvestError(f"positions returned {shown(spans)}; it must return spans")
+            chosen = spans.positions
+        positions[~np.isin(positions, list(chosen))] = -2
+        return positions
 
     def _encode(self, texts: list[str], number: int) -> list[list[int]]:
         if not texts:
@@ -501,11 +555,12 @@ class SourceReader:
         room = self.tokens.context_size - (self.tokens.bos is not None)
         parts: list[_Tokens] = []
         size, offset = 0, after.offset
-        for number, document, ids, length in self._encoded(after):
+        for number, document, ids, positions in self._encoded(after):
             self.read = number + 1
             while offset < len(ids):
                 part = ids[offset : offset + room - size]
-                parts.append(_place(part, number, offset, length))
+                documents = np.full(len(part), number, np.int64)
+                parts.append((part, documents, positions[offset : offset + len(part)]))
                 offset += len(part)
                 size += len(part)
                 if offset < len(ids):  # the input is full
@@ -528,20 +583,6 @@ class SourceReader:
         _, documents, _ = parts[0]
         first = np.array([bos], np.int32), documents[:1], np.array([-1], np.int32)
         return _join([first, *parts])
-
-
-def _place(ids: Int32Array, number: int, offset: int, length: int) -> _Tokens:
-    """Return a part of a document.
-
-    Args:
-        ids: its tokens.
-        number: the document's number.
-        offset: how far into the document it begins.
-        length: the document's length, without its separator.
-    """
-    positions = np.arange(offset, offset + len(ids), dtype=np.int32)
-    positions[positions >= length] = -1  # the separator
-    return ids, np.full(len(ids), number, np.int64), positions
 
 
 def _join(parts: Sequence[_Tokens]) -> _Tokens:

@@ -600,7 +600,7 @@ class _Inputs:
         places = starts[:, None] + np.where(is_token, positions, 0)
         tokens = np.where(is_token, shard.tokens[places], 0).astype(np.int64)
         mask = None if is_token.all() else torch.from_numpy(is_token.astype(np.int64))
-        has_row = is_token if keep_special else is_token & (shard.positions[places] >= 0)
+        has_row = is_token & (shard.positions[places] >= (-1 if keep_special else 0))
         rows = places[has_row]
         inputs, context_positions = np.nonzero(has_row)
         ids = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from adapters.imports import is_compiling
-from bridge.arguments import check_choice
+from bridge.arguments import TokenPositions, check_choice, positions_of
 from bridge.hooks.context import Generation, HookFunction, pass_of, pass_under_way
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import MAX_BYTES, Part, Touched, TouchesPart, picked
@@ -26,7 +26,7 @@ from bridge.rows import BatchRows, token_axis
 
 
 #: Entries along an axis: one, several, a range; None: all of them.
-Index = int | np.integer | Sequence[int] | np.ndarray | Tensor | slice | None
+Index = int | np.integer | Sequence[int] | TokenPositions | np.ndarray | Tensor | slice | None
 #: The same, in the form that an operation stores.
 Kept = tuple[int, ...] | slice | None
 
@@ -51,6 +51,7 @@ def kept_index(name: str, index: object) -> Kept:
         TypeError: it is not an index.
         ValueError: it selects nothing, or goes backwards.
     """
+    index = positions_of(index) if name in ("positions", "keys") else index
     if index is None:
         return None
     if isinstance(index, slice):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ from bridge.legacy.HookedTransformerConfig import ONLY_LOADED, HookedTransformer
 from bridge.legacy.running import LegacyModel, Made
 from bridge.run.inputs import Input
 from bridge.run.parts import called
-from bridge.run.tokenization import as_tokens, texts_in
+from bridge.run.tokenization import Text, Texts, as_tokens, texts_in
 
 #: Tokens, or a number per token.
 Ids = Int[Tensor, "batch pos"]
@@ -119,11 +119,11 @@ class _WithoutProcessing(LegacyModel):
         return model.eval().to(config.dtype).to(device)
 
     def tokens_and_mask(
-        self, input: str | Sequence[str], move_to_device: bool, truncate: bool
+        self, input: Texts, move_to_device: bool, truncate: bool
     ) -> tuple[Ids, Ids]:
         """Convert text to tokens, and return them with their attention mask."""
         longest = self.cfg.n_ctx if truncate else sys.maxsize
-        batch = self.batch_of([input] if isinstance(input, str) else input, longest=longest)
+        batch = self.batch_of(texts_in(input) or cast("Sequence[Text]", input), longest=longest)
         mask = torch.ones_like(batch.tokens) if batch.mask is None else batch.mask
         device = self.cfg.device if move_to_device else "cpu"
         return batch.tokens.to(device), mask.to(device)
@@ -176,7 +176,7 @@ class HookedEncoder(_WithoutProcessing):
         return cls._placed(BertForPreTraining(bert), config, move_to_device)
 
     def to_tokens(  # type: ignore[override]
-        self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
+        self, input: Texts, move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Ids, Ids, Ids]:
         """Convert text to tokens, and return them with BERT's further inputs."""
         tokens, mask = self.tokens_and_mask(input, move_to_device, truncate)
@@ -292,7 +292,7 @@ class HookedEncoderDecoder(_WithoutProcessing):
         return cls._placed(T5ForConditionalGeneration(T5Config(**fields)), config, move_to_device)
 
     def to_tokens(  # type: ignore[override]
-        self, input: str | Sequence[str], move_to_device: bool = True, truncate: bool = True
+        self, input: Texts, move_to_device: bool = True, truncate: bool = True
     ) -> tuple[Ids, Ids]:
         """Convert text to the encoder's tokens, and return them with their attention mask."""
         return self.tokens_and_mask(input, move_to_device, truncate)

@@ -31,7 +31,7 @@ from bridge.legacy.utilities import Slice, get_attention_mask, get_device, posit
 from bridge.loading.loading import UnknownArgumentError, text_model
 from bridge.run.inputs import HookSpec, Input
 from bridge.run.layer_range import check_layers
-from bridge.run.tokenization import Batch, as_tokens, texts_in
+from bridge.run.tokenization import Batch, Text, as_tokens, texts_in
 from weight_processing.process import OFF, ON
 
 Side = Literal["left", "right"]
@@ -204,7 +204,7 @@ class LegacyModel(ModuleTree):
 
     def batch_of(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Text],
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
         longest: int | None = None,

@@ -6,7 +6,7 @@ import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from bridge.arguments import check_positive, refuse_wrong_types, shown
 from bridge.lens.maps import Lens
 from bridge.lens.readout import exact_hash, unembedding_hash
 from bridge.run.inputs import Input, RunnableBridge
+from bridge.run.tokenization import texts_in
 
 _KIND = "linear_tuned_lens"
 
@@ -317,9 +318,8 @@ def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tenso
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
         return inputs, batch.get("attention_mask")
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
-        return batch, None
-    if batch and isinstance(batch[0], str):
-        padded = bridge.batch_of(batch)
+    texts = None if isinstance(batch, str) else texts_in(batch)
+    if texts is not None:
+        padded = bridge.batch_of(texts)
         return padded.tokens, padded.mask
     return batch, None

@@ -36,6 +36,7 @@ from bridge.patching.patching import (
     patch_everything,
 )
 from bridge.patching.result import PatchingResult
+from bridge.patching.sentences import rollouts, suppression
 from bridge.patching.setters import (
     PatchSetter,
     layer_feature_patch_setter,
@@ -86,4 +87,6 @@ __all__ = [
     "layer_pos_patch_setter",
     "make_df_from_ranges",
     "patch_everything",
+    "rollouts",
+    "suppression",
 ]

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
-from bridge.arguments import check_positive, refuse_wrong_types
+from bridge.arguments import TokenPositions, check_positive, positions_of, refuse_wrong_types
 from bridge.bridge import TransformerBridge
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import WhenAsked, act_name
@@ -81,6 +81,7 @@ def generic_activation_patch(
     index_df: Any = None,
     return_index_df: bool = False,
     *,
+    positions: Sequence[int | Sequence[int] | TokenPositions] | None = None,
     reduce: Reduce = "scalar",
     baseline: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
@@ -119,6 +120,8 @@ def generic_activation_patch(
         index_df: alternatively, a pandas data frame with one index per row, starting with the
             layer.
         return_index_df: also return the data frame of indices. This needs pandas.
+        positions: groups of positions, such as ``spans.sentences()``: the axis ``"pos"`` counts
+            these, and a patch changes all positions of one.
         reduce: ``"scalar"``: the metric returns one number; ``"mean"``: one per row, ``[batch]``,
             which are averaged; ``"none"``: one per row, which are kept.
         baseline: also measure the unpatched corrupted run.
@@ -179,7 +182,12 @@ def generic_activation_patch(
         raise ValueError(
             "return_index_df is for a tensor: a PatchingResult has the data frame as index_df"
         )
-    indices = Indices.of(model, tokens, activation_name, index_axis_names, index_df, clean_cache)
+    groups = None if positions is None else _groups(positions, index_axis_names)
+    n_groups = None if groups is None else len(groups)
+    names = index_axis_names
+    indices = Indices.of(model, tokens, activation_name, names, index_df, clean_cache, n_groups)
+    if groups is not None and names is not None:
+        patch_setter = _of_groups(patch_setter, groups, list(names).index("pos"))
     frame = indices.frame() if return_index_df else None
     steps = _steps(model, clean_cache, activation_name, indices, patch_setter)
     desc = f"patching {activation_name}"
@@ -191,6 +199,40 @@ def generic_activation_patch(
     before = metrics.reduced(metrics(model(prompts)).to(values)) if baseline else None
     result = _as_result(values, indices, metrics, before)
     return result if metrics.several else result["metric"]
+
+
+def _groups(
+    positions: Sequence[int | Sequence[int] | TokenPositions], axis_names: Sequence[str] | None
+) -> list[Sequence[int]]:
+    """Return groups of positions.
+
+    Raises:
+        ValueError: there are none, or no axis counts positions.
+    """
+    if not positions or "pos" not in (axis_names or ()):
+        raise ValueError(
+            'positions are those of the axis "pos": give some, and index_axis_names with "pos"'
+        )
+    groups = [positions_of(group) for group in positions]
+    return [[group] if isinstance(group, int) else list(group) for group in groups]
+
+
+def _of_groups(setter: PatchSetter, groups: Sequence[Sequence[int]], slot: int) -> PatchSetter:
+    """Return a setter whose index has the number of a group of positions.
+
+    Args:
+        setter: the setter of one position.
+        groups: the groups.
+        slot: the place of the position in the index.
+    """
+
+    def patch(corrupted: Tensor, index: Sequence[int], clean: Tensor) -> Tensor:
+        for position in groups[index[slot]]:
+            changed = setter(corrupted, [*index[:slot], position, *index[slot + 1 :]], clean)
+            corrupted = corrupted if changed is None else changed
+        return corrupted
+
+    return patch
 
 
 def _table(

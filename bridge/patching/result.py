@@ -318,9 +318,10 @@ class Indices:
         axis_names: Sequence[str] | None,
         table: Any,
         clean_cache: Mapping[str, Tensor],
+        n_groups: int | None = None,
     ) -> Indices:
         """Return all combinations along axes, or a data frame's rows; for the arguments see
-        `generic_activation_patch`.
+        `generic_activation_patch`. With groups of positions, ``"pos"`` counts these.
 
         Raises:
             ValueError: neither or both ways to pass the indices.
@@ -340,7 +341,10 @@ class Indices:
             for layer in _layers(model, activation_name)
         }
         sizes = [
-            _size(model, tokens, activation_name, axis, heads, clean_cache) for axis in axis_names
+            _size(model, tokens, activation_name, axis, heads, clean_cache)
+            if axis != "pos" or n_groups is None
+            else n_groups
+            for axis in axis_names
         ]
         rows = [list(row) for row in itertools.product(*map(range, sizes))]
         at_head = [i for i, axis in enumerate(axis_names) if axis.startswith("head")]

@@ -46,6 +46,7 @@ from bridge.rows import (
 )
 from bridge.run.tokenization import (
     Batch,
+    Text,
     TokenizerFacts,
     as_tokens,
     check_embeddings,
@@ -137,9 +138,9 @@ def _as_tensor(value: Any, one_row: bool) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-#: What a run takes: a text, texts, tokens ``[pos]`` or ``[batch, pos]`` (a tensor, or lists of
-#: ids), or embeddings ``[batch, pos, d_model]``; or a mapping of the model's arguments, as a
-#: tokenizer gives it.
+#: What a run takes: a text, a chat, several of them, tokens ``[pos]`` or ``[batch, pos]`` (a tensor
+#: or lists of ids), or embeddings ``[batch, pos, d_model]``; or a mapping of the model's arguments,
+#: as a tokenizer gives it.
 Input = (
     str
     | Sequence[Any]
@@ -175,7 +176,10 @@ class RunnableBridge(StudiedBridge):
         raise NotImplementedError
 
     def batch_of(
-        self, texts: Sequence[str], prepend_bos: bool | None = None, padding_side: str | None = None
+        self,
+        texts: Sequence[Text],
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
     ) -> Batch:
         """Tokenize texts, padded to equal length."""
         raise NotImplementedError

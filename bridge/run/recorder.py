@@ -16,7 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adapters.views import Args, Call, Deferred, Kwargs
 from adapters.views.views import NO_CALL
-from bridge.arguments import check_positive, without_batch_axis
+from bridge.arguments import (
+    TokenPositions,
+    check_positive,
+    positions_of,
+    without_batch_axis,
+)
 from bridge.hooks.context import Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import KeptHeads, rows_within
@@ -25,7 +30,7 @@ from bridge.wiring.wiring import Wiring
 
 #: A tuple is a range, ``(start, stop)`` or ``(start, stop, step)``, as in the methods of a cache; a
 #: list holds indices.
-PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | None
+PosSlice = int | slice | tuple[int | None, ...] | Sequence[int] | TokenPositions | None
 
 
 _AXES = ("pos", "decoder_pos", "key_pos", "decoder_key_pos")
@@ -61,7 +66,7 @@ class ActivationRecorder:
         heads: Mapping[HookPoint, KeptHeads] | None = None,
     ) -> None:
         if pos_slice is not None:
-            check_pos_slice(pos_slice)
+            pos_slice = checked_pos_slice(pos_slice)
         self.heads = heads or {}
         self.points = points
         self.pos_slice = pos_slice
@@ -258,14 +263,15 @@ class ActivationRecorder:
 # --------------------------------------------------------------------------------------------------
 
 
-def check_pos_slice(pos_slice: PosSlice) -> None:
-    """Reject a slice that selects no positions.
+def checked_pos_slice(pos_slice: PosSlice) -> Any:
+    """Return an index, a slice or a list of indices, checked.
 
     Raises:
-        TypeError: it is not an index, a slice or a list of indices.
+        TypeError: it is none of these.
     """
+    pos_slice = positions_of(pos_slice)
     if pos_slice is None or isinstance(pos_slice, slice):
-        return
+        return pos_slice
     positions = pos_slice if isinstance(pos_slice, list | tuple | range) else [pos_slice]
     for position in positions:
         if position is None and isinstance(pos_slice, tuple):
@@ -274,6 +280,7 @@ def check_pos_slice(pos_slice: PosSlice) -> None:
             raise TypeError(
                 f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices"
             )
+    return pos_slice
 
 
 def position_axis(hook: HookPoint) -> int | None:
@@ -294,7 +301,7 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
         x: the activation, or a `Deferred` whose rows are positions, of which only the selected ones
             are computed.
         pos_slice: an index (which keeps the axis), a slice, a tuple ``(start, stop)``, or a list of
-            indices; None: all. See `check_pos_slice`.
+            indices; None: all. See `PosSlice`.
         hook: its hook point.
 
     Raises:
@@ -322,9 +329,7 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
     return x[(slice(None),) * axis + (index,)].clone()
 
 
-def _index(
-    pos_slice: PosSlice, length: int, hook: HookPoint, device: torch.device
-) -> slice | Tensor:
+def _index(pos_slice: Any, length: int, hook: HookPoint, device: torch.device) -> slice | Tensor:
     """Return the index of the selected positions along an axis of a given length."""
     if isinstance(pos_slice, tuple):
         pos_slice = slice(*pos_slice)
@@ -415,7 +420,7 @@ def caching_functions(
     """Return forward and backward hook functions that fill a dictionary (see
     `get_caching_hooks`).
     """
-    check_pos_slice(pos_slice)
+    pos_slice = checked_pos_slice(pos_slice)
     order: dict[str, int] = {}
 
     def keep(value: Tensor, hook: HookPoint, suffix: str) -> None:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from jaxtyping import Int
@@ -17,6 +17,7 @@ from adapters.config import ModelConfig
 from adapters.points import token_embedding
 from bridge.arguments import CannotBeDoneError, listed
 from bridge.modules import TokenEmbedding
+from bridge.run.spans import Chat, chat_ids, is_chat
 
 # --------------------------------------------------------------------------------------------------
 # Checks of a run's input before anything runs, with errors that say what would work.
@@ -93,11 +94,6 @@ def _from_lists(input: Sequence[Any]) -> Tensor:
                 " be one tensor of token ids [batch, pos] (torch.stack joins rows of one length)"
             )
         return torch.stack(list(input))
-    elif is_chat(input):
-        raise TypeError(
-            "the input is a chat: bridge.to_tokens(messages) makes tokens of it by the chat"
-            " template"
-        )
     else:
         _check_ids(input, "the input")
     return torch.tensor(input, device="cpu")
@@ -109,16 +105,6 @@ def _check_ids(row: Sequence[Any], where: str) -> None:
             raise TypeError(f"{where} holds {entry!r}; tokens must be whole numbers")
 
 
-def is_chat(input: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Tell whether an input is a chat: a list of messages, each with a role."""
-    return (
-        isinstance(input, list | tuple)
-        and bool(input)
-        and isinstance(input[0], Mapping)
-        and "role" in input[0]
-    )
-
-
 def check_texts(texts: Any) -> None:
     """Reject a value that is not a list of texts.
 
@@ -128,22 +114,27 @@ def check_texts(texts: Any) -> None:
     if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
         raise TypeError(f"the input is {texts!r}; it must be a text or a list of texts")
     for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"text {index} is {text!r}, which is no string")
+        if not isinstance(text, str) and not is_chat(text):
+            raise TypeError(f"text {index} is {text!r}, which is no string, and no chat")
 
 
-def texts_in(input: Any) -> Sequence[str] | None:
-    """Return the texts of an input: one, or a list; None if it is not text.
+#: A text, or a chat: messages that the tokenizer's chat template renders.
+Text = str | Chat
+#: One or several of them.
+Texts = Text | Sequence[Text]
+
+
+def texts_in(input: Any) -> Sequence[Text] | None:
+    """Return the texts or chats of an input: one, or a list; None if it is neither.
 
     The other elements of a list are checked when the texts are tokenized.
     """
     if isinstance(input, Tensor):
         return None
-    if isinstance(input, str):
+    if isinstance(input, str) or is_chat(input):
         return [input]
-    if isinstance(input, list | tuple) and input and isinstance(input[0], str):
-        return input
-    return None
+    several = isinstance(input, list | tuple) and bool(input)
+    return input if several and (isinstance(input[0], str) or is_chat(input[0])) else None
 
 
 def as_ids(tokens: Any) -> Tensor:
@@ -330,17 +321,19 @@ class TokenizerFacts:
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad: int = next(pad for pad in pads if pad is not None)
 
-    def encode(self, text: str, prepend_bos: bool, keep_ending: bool) -> list[int]:
-        """Return the ids of one text.
+    def encode(self, text: Text, prepend_bos: bool, keep_ending: bool) -> list[int]:
+        """Return the ids of one text, or of a chat, whose template says how it begins and ends.
 
         Args:
-            text: the text.
+            text: the text, or the chat.
             prepend_bos: whether it starts with BOS (never twice).
             keep_ending: whether tokens that the tokenizer appends are kept.
 
         Raises:
             ValueError: BOS is requested and the tokenizer has none.
         """
+        if not isinstance(text, str):
+            return chat_ids(self.tokenizer, text)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if prepend_bos:
             if self.bos is None:
@@ -452,7 +445,7 @@ class TextOptions(NamedTuple):
 _USUAL = TextOptions()
 
 
-def batch_of(bridge: HasTokenizer, texts: Sequence[str], options: TextOptions = _USUAL) -> Batch:
+def batch_of(bridge: HasTokenizer, texts: Sequence[Text], options: TextOptions = _USUAL) -> Batch:
     """Tokenize texts to padded rows of equal length, with the mask of real tokens.
 
     See `TransformerBridge.batch_of`.
@@ -462,6 +455,11 @@ def batch_of(bridge: HasTokenizer, texts: Sequence[str], options: TextOptions = 
     facts = bridge.tokenizer_facts
     if not texts:
         raise ValueError("there are no texts: the list is empty")
+    if prepend_bos is not None and not all(isinstance(text, str) for text in texts):
+        raise CannotBeDoneError(
+            f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave"
+            " it out"
+        )
     if prepend_bos is None:
         prepend_bos = bridge.cfg.default_prepend_bos and facts.bos is not None
     side = padding_side or facts.tokenizer.padding_side
@@ -471,7 +469,8 @@ def batch_of(bridge: HasTokenizer, texts: Sequence[str], options: TextOptions = 
     rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
     unknown: dict[str, None] = {}
     for text, row in zip(texts, rows, strict=True):
-        unknown |= dict.fromkeys(facts.unknown_words(text, row))
+        if isinstance(text, str):
+            unknown |= dict.fromkeys(facts.unknown_words(text, row))
     if unknown:
         warnings.warn(facts.explain_unknown(list(unknown)), UnknownWordWarning, stacklevel=3)
     if longest is not None:
@@ -488,7 +487,7 @@ def batch_of(bridge: HasTokenizer, texts: Sequence[str], options: TextOptions = 
 
 def to_tokens(
     bridge: HasTokenizer,
-    input: str | Sequence[str] | Sequence[Mapping[str, Any]],
+    input: Texts,
     options: TextOptions = _USUAL,
     move_to_device: bool = True,
     truncate: bool = True,
@@ -497,39 +496,9 @@ def to_tokens(
     if isinstance(input, Tensor):
         raise TypeError("to_tokens takes text; these are tokens already")
     longest = bridge.cfg.n_ctx if truncate else None
-    if is_chat(input):
-        tokens = _chat(bridge.tokenizer_facts.tokenizer, input, options.prepend_bos)[:, :longest]
-    else:
-        texts = [input] if isinstance(input, str) else cast("Sequence[str]", input)
-        tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
+    texts = texts_in(input) or cast("Sequence[Text]", input)
+    tokens = batch_of(bridge, texts, options._replace(longest=longest)).tokens
     return tokens.to(bridge.cfg.device) if move_to_device else tokens
-
-
-def _chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    prepend_bos: bool | None,
-) -> Int[Tensor, "1 pos"]:
-    """Tokenize a chat, with the prefix of the model's answer.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or `prepend_bos` is passed, which the
-            template decides.
-    """
-    if not tokenizer.chat_template:
-        raise CannotBeDoneError(
-            f"{type(tokenizer).__name__} has no chat template, so it makes no tokens of a chat:"
-            " give a text, or set bridge.tokenizer.chat_template"
-        )
-    if prepend_bos is not None:
-        raise CannotBeDoneError(
-            f"prepend_bos={prepend_bos}: whether a chat starts with BOS, its template says; leave"
-            " it out"
-        )
-    ids = tokenizer.apply_chat_template(
-        [*map(dict, messages)], add_generation_prompt=True, return_dict=False
-    )
-    return torch.tensor([ids], device="cpu")
 
 
 def to_string(
@@ -549,23 +518,19 @@ def to_string(
 
 
 def to_str_tokens(
-    bridge: HasTokenizer, input: str | Sequence[str] | Tokens, options: TextOptions = _USUAL
+    bridge: HasTokenizer, input: Texts | Tokens, options: TextOptions = _USUAL
 ) -> list[str] | list[list[str]]:
     """Return the text of each token of a text or a row; a list of lists for several.
 
     See `TransformerBridge.to_str_tokens`.
     """
-    if isinstance(input, str):
-        return _pieces(bridge, batch_of(bridge, [input], options).tokens[0])
-    if _are_texts(input):
-        return [_pieces(bridge, batch_of(bridge, [text], options).tokens[0]) for text in input]
+    texts = texts_in(input)
+    if texts is not None or (not isinstance(input, Tensor) and not len(input)):
+        rows = [_pieces(bridge, batch_of(bridge, [x], options).tokens[0]) for x in texts or ()]
+        return rows[0] if isinstance(input, str) or is_chat(input) else rows
     ids = as_ids(input)
     rows = [_pieces(bridge, row) for row in (ids.reshape(1, -1) if ids.ndim < 2 else ids)]
     return rows[0] if len(rows) == 1 else rows
-
-
-def _are_texts(input: Sequence[str] | Tokens) -> TypeGuard[Sequence[str]]:
-    return not isinstance(input, Tensor) and (len(input) == 0 or isinstance(input[0], str))
 
 
 def _pieces(bridge: HasTokenizer, row: Int[Tensor, " pos"]) -> list[str]:

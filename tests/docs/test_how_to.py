@@ -26,6 +26,7 @@ TERMS = {
     "function vector": "function_vectors",
     "task vector": "function_vectors",
     "causal tracing": "causal_tracing",
+    "thought anchor": "thought_anchors",
     "probing": "probing",
     "patchscope": "patchscopes",
     "max-activating examples": "max_activating_examples",

@@ -106,9 +106,7 @@ def test_chats(bridge):
     chat = [{"role": "user", "content": "Mary and"}, {"role": "assistant", "content": " John"}]
     with pytest.raises(ValueError, match="has no chat template, so it makes no tokens of a chat"):
         bridge.to_tokens(chat)
-    with pytest.raises(
-        TypeError, match=r"is a chat: bridge.to_tokens\(messages\) makes tokens of it"
-    ):
+    with pytest.raises(ValueError, match="has no chat template"):
         bridge(chat)
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}.{%"
@@ -117,8 +115,20 @@ def test_chats(bridge):
     bridge.tokenizer.chat_template = template
     try:
         assert torch.equal(
-            bridge.to_tokens(chat), bridge.to_tokens("Mary and John.", prepend_bos=False)
+            bridge.to_tokens(chat), bridge.to_tokens("Mary and John", prepend_bos=False)
         )
+        asked = bridge.to_tokens("Mary and.", prepend_bos=False)
+        assert torch.equal(bridge.to_tokens(chat[:1]), asked)
+        assert torch.equal(bridge(chat[:1]), bridge(asked))
+        assert bridge.to_str_tokens(chat) == ["Mary", " and", " John"]
+        assert bridge.to_str_tokens([chat[:1], "Mary"]) == [
+            ["Mary", " and", "."],
+            ["<bos>", "Mary"],
+        ]
+        texts = [bridge.generate(x, 2, do_sample=False, verbose=False) for x in (chat, [chat])]
+        assert texts[0].startswith("Mary and John") and texts[1] == texts[:1]
+        (answer,) = bridge.generate_batch([chat], 2, do_sample=False, verbose=False)
+        assert answer.text == texts[0][len("Mary and John") :]
         with pytest.raises(ValueError, match="whether a chat starts with BOS, its template says"):
             bridge.to_tokens(chat, prepend_bos=True)
     finally:

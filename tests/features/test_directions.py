@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bridge import TransformerBridge
 from bridge.features import direction, write_into_weights, written_points
+from bridge.features.directions import _fit
 from bridge.interventions import Add, Cap, ProjectOut
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
@@ -186,3 +187,70 @@ def test_prompts_of_unequal_length_are_read_at_their_own_last_tokens():
     )
     with pytest.raises(ValueError, match="position is 3, and the shortest prompt has 2 tokens"):
         direction(bridge, *texts_of, point, position=3)
+
+
+@pytest.fixture
+def chatty():
+    """The shipped model with a chat template, and two sets of chats of different lengths."""
+    bridge = TransformerBridge.boot_embedded()
+    bridge.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    )
+    places = ("store", "park", "bank", "school", "office")
+    sets = [
+        [
+            [
+                {"role": "user", "content": f"Mary went to the {place}. {start}."},
+                {"role": "assistant", "content": answer},
+            ]
+            for place in places
+            for start in ("Then John left", "John and Mary were there")
+        ]
+        for answer in ("Mary had a cake.", "John.")
+    ]
+    return bridge, sets
+
+
+def mean_of(bridge, chats, choose):
+    """The mean activation of chosen tokens, chat by chat."""
+    means = []
+    for chat in chats:
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(chat, names_filter=POINT)
+        means.append(cache[POINT][0, choose(bridge.spans(chat)).positions].mean(0))
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_direction_between_chats(chatty, side):
+    bridge, sets = chatty
+    bridge.tokenizer.padding_side = side
+
+    def choose(spans):
+        return spans["assistant"].content
+
+    result = direction(bridge, *sets, POINT, position=choose, held_out=0.2)
+    means = torch.cat([mean_of(bridge, chats, choose) for chats in sets])
+    labels = torch.arange(20) < 10
+    vector, _ = _fit(means, labels, "mean", 0.2, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(result.vector, vector.to(result.vector), rtol=1e-4, atol=1e-5)
+    assert result.accuracy == 1.0
+    # The same positions of every chat, and a single one.
+    span = bridge.spans(sets[0][0])["assistant"].find("Mary had")
+    one = direction(bridge, *sets, POINT, position=span)
+    other = direction(bridge, *sets, POINT, position=span.positions)
+    assert torch.equal(one.vector, other.vector)
+    last = direction(bridge, *sets, POINT)
+    assert torch.equal(last.vector, direction(bridge, *sets, POINT, position=[-1]).vector)
+
+
+def test_positions_of_chats_that_are_refused(chatty):
+    bridge, sets = chatty
+    with pytest.raises(ValueError, match="has no tokens"):
+        direction(bridge, *sets, POINT, position=lambda spans: spans.thinking)
+    with pytest.raises(TypeError, match="which chooses spans of chats: give chats"):
+        direction(bridge, ["Mary"] * 4, ["John"] * 4, POINT, position=lambda spans: spans)
+    with pytest.raises(ValueError, match="position is empty"):
+        direction(bridge, *sets, POINT, position=[])
+    with pytest.raises(TypeError, match=r"positives is .*; direction takes"):
+        direction(bridge, sets[0][0], sets[1], POINT)  # one chat

@@ -488,7 +488,7 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(embedded, tmp_path, monkey
         ({"reduce": {RESID: TopK(1000)}}, "there are 128 features"),
         ({"source": [[1, 100_000]]}, "a token id is 100000"),
         ({"source": "a text"}, "give \\[text\\]"),
-        ({"source": [["a", "b"]]}, "must be a text or a row of token ids"),
+        ({"source": [["a", "b"]]}, "must be a text, a chat or a row of token ids"),
         ({"source": []}, "has no tokens"),
         ({"batch_size": 0}, "at least 1"),
         ({"engine": "dask"}, "engine is 'dask'"),
