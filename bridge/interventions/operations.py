@@ -852,7 +852,14 @@ class Set(Operation):
         value = numbers["value"]
         if isinstance(value, float | int):
             return torch.full_like(activation, value)
-        return value.expand_as(activation)
+        try:
+            return value.expand_as(activation)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self._described('value', value)}, which does not broadcast over"
+                f" {list(activation.shape)}. It covers the whole activation: heads= and the other"
+                " arguments select which entries of it are set"
+            ) from error
 
 
 @_operation
