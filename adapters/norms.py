@@ -251,6 +251,9 @@ def eps_of(module: nn.Module) -> float:
         value = getattr(module, name, None)
         if value is not None:
             return float(value)
+    if isinstance(module, nn.RMSNorm):  # torch's default
+        dtype = torch.float32 if module.weight is None else module.weight.dtype
+        return torch.finfo(dtype).eps
     raise AttributeError(f"{type(module).__name__} has none of eps, variance_epsilon, epsilon")
 
 

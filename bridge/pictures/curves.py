@@ -113,8 +113,8 @@ def _norm_layers(
 
 @draws_results
 def faithfulness(
-    shares: Sequence[float],
-    values: Mapping[str, Sequence[float]],
+    shares: Sequence[float] | Mapping[str, Any],
+    values: Mapping[str, Sequence[float]] | None = None,
     intervals: Mapping[str, Float[Tensor, "share 2"]] | None = None,
     *,
     title: str = "Faithfulness of circuits",
@@ -123,7 +123,8 @@ def faithfulness(
     interval.
 
     Args:
-        shares: the circuits' shares of all edges; or a `Curve` alone.
+        shares: the circuits' shares of all edges; or, alone, a `Curve`, or several of the same
+            shares by name.
         values: for each method the faithfulness of the circuit of each size, such as
             `Curve.faithfulness`.
         intervals: for some methods the lower and upper bound, such as
@@ -141,7 +142,9 @@ def faithfulness(
         ... )
         Picture('Faithfulness of circuits')
     """
-    bands = dict(intervals or {})
+    if isinstance(shares, Mapping):
+        shares, values = _of_curves(shares)
+    values, bands = values or {}, dict(intervals or {})
     if not values or bands.keys() - values.keys():
         raise ValueError(
             f"there are values of {', '.join(values) or 'nothing'}, and intervals of"
@@ -160,6 +163,23 @@ def faithfulness(
         for share, (value, low, high) in zip(shares, numbers.tolist(), strict=True):
             rows.append({"s": share, "n": visible(name), "v": value, "low": low, "high": high})
     return _faithfulness_chart(rows, shares, title, bool(bands))
+
+
+def _of_curves(
+    curves: Mapping[str, Any],
+) -> tuple[Sequence[float], dict[str, Sequence[float]]]:
+    """Return the shares and the values of curves.
+
+    Raises:
+        ValueError: there are none, or their shares differ.
+    """
+    every = {tuple(curve.shares) for curve in curves.values()}
+    if len(every) != 1:
+        raise ValueError(
+            f"the curves {', '.join(curves) or '(none)'} have {len(every)} different lists of"
+            " shares; they are drawn together if they have the same"
+        )
+    return every.pop(), {name: curve.faithfulness for name, curve in curves.items()}
 
 
 def _faithfulness_chart(

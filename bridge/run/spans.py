@@ -280,13 +280,7 @@ def spans_of(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None 
     if answer is not None and not is_prompted(chat):
         raise ValueError("the chat ends with an answer already: leave answer= out")
 
-    def render(messages: Chat, prompt: bool) -> str:
-        text = tokenizer.apply_chat_template(
-            [*map(dict, messages)], tokenize=False, add_generation_prompt=prompt
-        )
-        assert isinstance(text, str)
-        return text
-
+    render = partial(rendered, tokenizer)
     text = render(chat, is_prompted(chat))
     located = _located(render, text, chat)
     segments = list(_segments(render, text, chat, located))
@@ -322,6 +316,21 @@ def check_has_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"{type(tokenizer).__name__} has no chat template, so it makes no tokens of a chat:"
             " give a text, or set bridge.tokenizer.chat_template"
         )
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: bool) -> str:
+    """Return a chat as text.
+
+    Args:
+        tokenizer: the tokenizer, which has a chat template.
+        chat: the chat.
+        prompt: whether to add the prefix of the model's answer.
+    """
+    text = tokenizer.apply_chat_template(
+        [*map(dict, chat)], tokenize=False, add_generation_prompt=prompt
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:

@@ -17,7 +17,7 @@ from adapters.config import ModelConfig
 from adapters.points import token_embedding
 from bridge.arguments import CannotBeDoneError, listed
 from bridge.modules import TokenEmbedding
-from bridge.run.spans import Chat, chat_ids, is_chat
+from bridge.run.spans import Chat, chat_ids, is_chat, is_prompted, rendered
 
 # --------------------------------------------------------------------------------------------------
 # Checks of a run's input before anything runs, with errors that say what would work.
@@ -445,6 +445,11 @@ class TextOptions(NamedTuple):
 _USUAL = TextOptions()
 
 
+def _text_of(tokenizer: PreTrainedTokenizerBase, text: Text) -> str:
+    """Return a text, or the text of a chat."""
+    return text if isinstance(text, str) else rendered(tokenizer, text, is_prompted(text))
+
+
 def batch_of(bridge: HasTokenizer, texts: Sequence[Text], options: TextOptions = _USUAL) -> Batch:
     """Tokenize texts to padded rows of equal length, with the mask of real tokens.
 
@@ -469,8 +474,8 @@ def batch_of(bridge: HasTokenizer, texts: Sequence[Text], options: TextOptions =
     rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
     unknown: dict[str, None] = {}
     for text, row in zip(texts, rows, strict=True):
-        if isinstance(text, str):
-            unknown |= dict.fromkeys(facts.unknown_words(text, row))
+        words = _text_of(facts.tokenizer, text)
+        unknown |= dict.fromkeys(facts.unknown_words(words, row))
     if unknown:
         warnings.warn(facts.explain_unknown(list(unknown)), UnknownWordWarning, stacklevel=3)
     if longest is not None:

@@ -187,3 +187,22 @@ def test_attentions_that_have_more_are_left_as_they_are() -> None:
     )
     open_multihead(others)
     assert {type(each) for each in others} == {nn.MultiheadAttention}
+
+
+class _DefaultNorms(NanoGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.LayerNorm):
+                    norm = nn.RMSNorm(D_MODEL)  # with torch's own epsilon
+                    if isinstance(module, nn.ModuleDict):
+                        module[name] = norm
+                    else:
+                        setattr(module, name, norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_with_torchs_default_epsilon_are_declared(dtype: torch.dtype) -> None:
+    offered = TransformerBridge(randomised(_DefaultNorms()).to(dtype)).offered()
+    assert "blocks.0.ln1.hook_scale" in offered.names and not offered.not_offered

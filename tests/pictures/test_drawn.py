@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bridge import pictures
+from bridge.circuits import Curve
 from bridge.hooks.studied_bridge import StudiedBridge
 from bridge.pictures.style import PALETTE
 from tests.pictures.drawn import marks, number
@@ -268,8 +269,12 @@ def test_faithfulness():
             close(mark["from"], low),
             close(mark["to"], high),
         ) == (True,) * 3
+    curves = {name: Curve(shares, line) for name, line in values.items()}
+    assert marks(pictures.faithfulness(curves)) == marks(pictures.faithfulness(shares, values))
     for wrong in (
         (shares, {}),
+        ({"a": curves["a"], "b": Curve((0.0, 1.0), (0.0, 1.0))},),
+        ({},),
         (shares[:2], values),
         (shares, values, {"c": band}),
         (shares, values, {"a": band[:2]}),

@@ -185,6 +185,15 @@ def test_words_that_the_tokenizer_does_not_know_are_named():
         bridge.run_with_cache("Mary and")[1].logit_attrs(torch.zeros(1, 1, 3, 128), "Obama")
 
 
+def test_unknown_words_of_a_chat_are_named():
+    bridge = TransformerBridge.boot_embedded()
+    bridge.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    chat = [{"role": "user", "content": "Mary and Obama"}]
+    for run in (bridge.to_tokens, bridge, bridge.to_str_tokens):
+        with pytest.warns(UnknownWordWarning, match="does not know .*' Obama'"):
+            run(chat)
+
+
 def test_an_unknown_token_that_is_asked_for_is_no_mistake():
     bridge = TransformerBridge(tiny("gpt2"), KINDS["that adds BOS"])
     assert bridge.to_single_token("<unk>") == 3
