@@ -592,7 +592,8 @@ class ResidualMethods(AnalysedRun):
         layer, pos_slice = layer_of(self.model, terms.end, mlp_input), terms.pos_slice
         stack, labels = terms.stacked()
         if complete:
-            _warn_other_sum(self, stack, layer, mlp_input, pos_slice)
+            rounding = max(torch.finfo(term.value.dtype).eps for term in terms.terms)
+            _warn_other_sum(self, stack, rounding, layer, mlp_input, pos_slice)
         if incl_remainder:
             if mlp_input:
                 (stream,) = require(self, [f"blocks.{layer}.hook_resid_mid"])
@@ -610,11 +611,14 @@ class ResidualMethods(AnalysedRun):
 def _warn_other_sum(
     cache: AnalysedRun,
     stack: Float[Tensor, "component *batch_pos d_model"],
+    rounding: float,
     layer: int,
     mlp_input: bool,
     pos_slice: Index,
 ) -> None:
-    """Warn if terms do not sum to the stream that the run recorded."""
+    """Warn if terms do not sum to the stream that the run recorded; `rounding` is that of the
+    coarsest of them.
+    """
     names = [f"blocks.{layer}.hook_resid_mid"] if mlp_input else stream_names(cache.model, layer)
     name = next((name for name in names if name in cache), None)
     if name is None:
@@ -626,7 +630,7 @@ def _warn_other_sum(
     total = stack.sum(0).to(right)
     largest = right.abs().max() if right.numel() else right.new_zeros(())
     difference = (total - right).abs().max() if right.numel() else largest
-    if difference > max(_TOLERANCE, 30 * torch.finfo(right.dtype).eps) * largest:
+    if difference > max(_TOLERANCE, 30 * max(rounding, torch.finfo(right.dtype).eps)) * largest:
         warnings.warn(
             f"the terms do not sum to {name}: they differ by up to {difference:.3g} (its largest"
             f" number is {largest:.3g}). Something else changed the stream in this run: a hook, a"

@@ -63,6 +63,8 @@ class JacobianLens(Lens):
         torch.Size([4, 1, 1, 1])
     """
 
+    title = "Jacobian lens"
+
     matrices: Tensor
 
     @refuse_wrong_types

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float, Integer
@@ -34,6 +34,7 @@ class Lens(nn.Module):
 
     Attributes:
         bridge: the model; None: not known yet (see `on`). A copy of a lens has none.
+        title: the title of pictures of its readings.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -47,6 +48,7 @@ class Lens(nn.Module):
     """
 
     bridge: RunnableBridge | None = None
+    title: ClassVar[str] = "Logit lens"
 
     def __init__(self, bridge: RunnableBridge | None = None) -> None:
         super().__init__()

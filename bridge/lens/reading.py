@@ -60,6 +60,7 @@ class Reading:
         tokens: those of the positions that were read, ``[batch, pos]``; None: the input was not
             tokens.
         bridge: the model, whose tokenizer names tokens in a picture.
+        title: the lens, as the title of a picture.
     """
 
     streams: Float[Tensor, "layer batch pos d_model"]
@@ -71,6 +72,7 @@ class Reading:
     max_bytes: int | None = None
     tokens: Int[Tensor, "batch pos"] | None = None
     bridge: RunnableBridge | None = None
+    title: str = "Logit lens"
     picture: ClassVar[str] = "logit_lens"
 
     def __repr__(self) -> str:
@@ -195,7 +197,8 @@ class Reading:
         """
         one, words = self._of_row(row, tokens)
         names = ["embed" if layer == 0 else str(layer - 1) for layer in self.layers]
-        options = {"rows": names} | options
+        title = self.title if chosen is None else f"{self.title} of chosen tokens"
+        options = {"rows": names, "title": title} | options
         pictures = importlib.import_module("bridge.pictures")
         if chosen is not None:
             return pictures.chosen_lens(one.stack(), words, self.bridge, chosen, **options)
@@ -352,7 +355,8 @@ def lens(
     del cache
     streams = _stacked(activations, names)
     sizes = (n, bridge.cfg.d_vocab_out, max_bytes)
-    return Reading(streams, chosen, decode, mask, *sizes, tokens, bridge)
+    title = kind.title if isinstance(kind, Lens) else Lens.title
+    return Reading(streams, chosen, decode, mask, *sizes, tokens, bridge, title)
 
 
 def _mapped(maps: Lens, read: Decode, stream: Tensor, layer: int) -> Tensor:

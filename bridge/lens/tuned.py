@@ -58,6 +58,8 @@ class TunedLens(Lens):
         0.0
     """
 
+    title = "Tuned lens"
+
     @refuse_wrong_types
     def __init__(self, n_layers: int, d_model: int, bias: bool = True) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import TransformerBridge
-from bridge.lens import TunedLens
+from bridge.lens import Lens, TunedLens
 from tests.conftest import tiny
 from tests.tiny_models import tiny_model
 
@@ -85,3 +85,17 @@ def test_another_soft_cap_is_refused(tokens):
         bridge.original_model.config.final_logit_softcapping = 0.5
         with pytest.raises(ValueError, match="a number of the configuration"):
             reading.logits(-1)
+
+
+def test_a_picture_is_named_after_its_lens():
+    bridge = TransformerBridge.boot_embedded()
+    tuned = TunedLens(bridge.cfg.n_layers, bridge.cfg.d_model)
+    for kind, title in (
+        ("normed", "Logit lens"),
+        (Lens(bridge), "Logit lens"),
+        (tuned, "Tuned lens"),
+    ):
+        reading = bridge.lens("Mary and John", kind)
+        assert repr(reading.draw()) == f"Picture('{title}')"
+        chosen = reading.draw(chosen=[" Mary", " John"])
+        assert repr(chosen) == f"Picture('{title} of chosen tokens')"
