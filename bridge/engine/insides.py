@@ -379,7 +379,7 @@ def shut(llm: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Span:
+class RequestTokens:
     """The tokens of one request in a pass.
 
     Attributes:
@@ -412,7 +412,7 @@ class Span:
         return keys
 
 
-def spans_of(runner: Any) -> list[Span]:
+def spans_of(runner: Any) -> list[RequestTokens]:
     """Return the requests of the next pass."""
     batch = runner.input_batch
     spans = []
@@ -428,11 +428,11 @@ def spans_of(runner: Any) -> list[Span]:
         first = int(batch.num_computed_tokens_cpu[place])
         prompt = int(batch.num_prompt_tokens[place])
         altered = bool(ticket.get("edit")) or request.lora_request is not None
-        spans.append(Span(ticket, sample, begin, end, first, prompt, altered))
+        spans.append(RequestTokens(ticket, sample, begin, end, first, prompt, altered))
     return spans
 
 
-def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> None:
+def zero_begun_blocks(runner: Any, spans: Sequence[RequestTokens], edited: set[int]) -> None:
     """Zero the key-value blocks of earlier edited requests when a new owner starts to write them.
 
     A block keeps its last owner's values after the new owner's tokens, where attention multiplies
@@ -472,7 +472,9 @@ def zero_begun_blocks(runner: Any, spans: Sequence[Span], edited: set[int]) -> N
 
 
 def around_passes(
-    runner: Any, begin: Callable[[], list[Span]], end: Callable[[Sequence[Span]], None]
+    runner: Any,
+    begin: Callable[[], list[RequestTokens]],
+    end: Callable[[Sequence[RequestTokens]], None],
 ) -> None:
     """Call functions before and after each pass of requests.
 

@@ -275,7 +275,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         """
         self.bridge_readings |= unpacked_readings(listing, data, self.model_runner.model)
 
-    def _bridge_begin(self) -> list[insides.Span]:
+    def _bridge_begin(self) -> list[insides.RequestTokens]:
         """Set the row numbers of each token of the pass."""
         spans = insides.spans_of(self.model_runner)
         insides.zero_begun_blocks(self.model_runner, spans, self.bridge_edited_blocks)
@@ -295,7 +295,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
                 site.keeping = number in captured
         return spans
 
-    def _bridge_rows(self, spans: Sequence[insides.Span]) -> dict[int, Tensor]:
+    def _bridge_rows(self, spans: Sequence[insides.RequestTokens]) -> dict[int, Tensor]:
         """Return the row number of each token of a pass, by the number of the edited site."""
         total = spans[-1].end if spans else 0
         rows: dict[int, Tensor] = {}
@@ -307,7 +307,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
                 row[span.begin : span.end] = _row_numbers(site, begin, span)
         return rows
 
-    def _bridge_end(self, spans: Sequence[insides.Span]) -> None:
+    def _bridge_end(self, spans: Sequence[insides.RequestTokens]) -> None:
         """Copy the captured activations out of the buffers, and compute the readings of others."""
         for span in spans:
             values = {name: self._bridge_kept(name, span) for name in span.captures}
@@ -320,7 +320,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
                 captures = self.bridge_captures.setdefault(request, {})
                 captures.setdefault(name, []).append((span.first, value.cpu()))
 
-    def _bridge_kept(self, name: str, span: insides.Span) -> Tensor:
+    def _bridge_kept(self, name: str, span: insides.RequestTokens) -> Tensor:
         """Return a hook point's activation at a request's tokens, ``[token column]``."""
         site, columns = self.bridge_columns[name]
         kept = self.bridge_sites[site].table("kept")[span.begin : span.end]
@@ -349,7 +349,7 @@ class BridgeWorker(insides.worker_class()):  # type: ignore[misc]
         return bytes_of(captured)
 
 
-def _row_numbers(site: SiteRows, begin: int, span: insides.Span) -> Tensor:
+def _row_numbers(site: SiteRows, begin: int, span: insides.RequestTokens) -> Tensor:
     """Return the row number of each token of a request at a site; 0: no edit.
 
     Args:

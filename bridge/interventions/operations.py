@@ -852,7 +852,14 @@ class Set(Operation):
         value = numbers["value"]
         if isinstance(value, float | int):
             return torch.full_like(activation, value)
-        return value.expand_as(activation)
+        try:
+            return value.expand_as(activation)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self._described('value', value)}, which does not broadcast over"
+                f" {list(activation.shape)}. It covers the whole activation: heads= and the other"
+                " arguments select which entries of it are set"
+            ) from error
 
 
 @_operation
@@ -1205,8 +1212,8 @@ class Swap(Operation):
     def __post_init__(self) -> None:
         super().__post_init__()
         a, b = self.a, self.b
-        _check_vectors("a", a)
-        _check_vectors("b", b)
+        check_vectors("a", a)
+        check_vectors("b", b)
         # Values of tensors under `torch.vmap` cannot be read.
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or is_functorch_wrapped_tensor(a):
             return

@@ -361,3 +361,11 @@ def test_a_run_that_a_hook_of_a_generation_starts_is_no_step_of_it(bridge):
             )
     assert len(found) == 6 and all(torch.equal(one, expected) for one in found)
     assert steps == [None, None, 0, None, None, 1, None, None, 2]
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 32), (2, 32)])
+def test_a_value_of_the_selected_heads_alone_is_refused(shape):
+    bridge = TransformerBridge.boot_embedded()
+    hooks = [("blocks.1.attn.hook_z", Set(torch.zeros(shape), heads=[1, 3]))]
+    with pytest.raises(ValueError, match="does not broadcast over .* heads= and the other"):
+        bridge.run_with_hooks("Mary and John went", fwd_hooks=hooks)
