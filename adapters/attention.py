@@ -451,7 +451,8 @@ class Attention:
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """Return the known projections that it does not share: ``q``, ``k``, ``v``."""
+        """Return its own known projections by letter, ``q``, ``k``, ``v``: without the keys and
+        values that it reads from another block."""
         own = {"q": self.q}
         if self.keys_of is None:
             own |= {"k": self.k, "v": self.v}
@@ -465,7 +466,7 @@ class Attention:
 
     @property
     def clip(self) -> float | None:
-        """Return the bound of its clamp."""
+        """Return the bound that queries, keys and values are clamped to; None: they are not."""
         return self.clamp and self.clamp[0]
 
     @property

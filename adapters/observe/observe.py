@@ -208,7 +208,7 @@ class ModuleCall:
         return self.value.shape == x.shape
 
     def reads(self, mark: Mark) -> bool:
-        """Tell whether the first argument has this mark."""
+        """Tell whether the first argument has this mark, the fingerprint of its numbers."""
         if self.entered is None:
             return False
         return self.entered.mark == mark

@@ -150,8 +150,8 @@ class Deferred:
     Args:
         view: a `deferrable` view.
         x: the tensor at its site.
-        call: the call that it came from.
-        waits: whether it may be computed later.
+        call: the module call that it came from.
+        waits: whether it may still be computed after the listener has returned.
     """
 
     __slots__ = ("_noted", "_seen", "call", "view", "waits", "x")

@@ -322,8 +322,8 @@ class AsyncEngine:
         """Continue a prompt: yield the partial answer after each step, then the whole answer
         (`ended`) with activations and readings.
 
-        Leaving the loop or cancelling its task aborts the request. If the tables are full, it
-        waits.
+        Leaving the loop or cancelling its task aborts the request. It starts when
+        the engine's tables of edits have free rows for its interventions.
 
         Args:
             prompt: a text or tokens.

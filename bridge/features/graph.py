@@ -1597,8 +1597,9 @@ class _ReplacementRun:
         """Return the value of a feature or a logit, with its autograd graph.
 
         Raises:
-            ValueError: the node is neither a feature nor a logit, does not exist, or its inputs are
-                derivatives.
+            ValueError: the node is neither a feature nor a logit, or does not exist; or an MLP lies
+                between the stream and the feature, so that its edges are derivatives, which do not
+                add up to its value.
         """
         if node.kind == "logit" and node.pos == self.kept.numel() - 1:
             return self.logits.values(torch.tensor([0], device="cpu"))[0]

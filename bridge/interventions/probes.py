@@ -33,7 +33,7 @@ from bridge.interventions.operations import (
 AGGREGATIONS = ("last", "mean", "max", "multimax", "ema", "attention")
 #: The numbers of random directions, and of shuffles of the labels, that a report averages over.
 _DIRECTIONS, _SHUFFLES = 20, 5
-#: The smallest number of rows of a class: one is held out.
+#: The minimum number of rows of each class: one is held out.
 _FEWEST = 3
 
 Rows = Sequence[Tensor]
@@ -47,8 +47,8 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Probe(Operation):
-    """An operation that reads ``activation @ direction + bias`` without a change; conditions use
-    the reading.
+    """An operation that reads ``activation @ direction + bias``, and changes nothing; conditions
+    use the reading.
 
     Args:
         direction: ``[feature]``.
@@ -106,11 +106,11 @@ class Probe(Operation):
     ) -> FittedProbe:
         """Fit a probe on labelled activations, by logistic regression (scikit-learn).
 
-        The features are standardised, and a token or the mean over tokens is classified: the last
-        token for ``"last"``, otherwise the mean. As in Kramár et al. 2026, ``"max"`` and ``"ema"``
-        aggregate another way only afterwards; see `FittedProbe` for the formulas. For
-        ``"multimax"`` the positive rows are split into groups by k-means, and each head separates
-        one group from the negative rows.
+        The features are standardised. The regression classifies the last token for ``"last"``,
+        otherwise the mean over tokens. As in Kramár et al. 2026, ``"max"`` and ``"ema"`` are fitted
+        on this mean too, and use their own aggregation only for readings; see `FittedProbe` for the
+        formulas. For ``"multimax"`` the positive rows are split into groups by k-means, and each
+        head separates one group from the negative rows.
 
         Args:
             acts: ``[row pos feature]``, or for each row ``[pos feature]``.
@@ -201,8 +201,8 @@ class ProbeReport:
 
     Attributes:
         auroc: the probe's AUROC.
-        threshold: the reading above which a row counts as positive: the largest difference of true
-            and false positives on the training rows.
+        threshold: the reading above which a row counts as positive. It maximises the true positive
+            rate minus the false positive rate on the training rows.
         false_positives: the share of held-out negatives above the threshold.
         true_positives: the share of held-out positives above the threshold.
         shuffled: the AUROC of probes fitted on shuffled labels (Hewitt and Liang 2019), averaged.
@@ -321,8 +321,8 @@ class FittedProbe:
 
     @property
     def weights(self) -> Float[Tensor, "column feature"]:
-        """The values, then the queries, in float32: a token's products with them are all that a
-        reading is computed from.
+        """The values, then the queries, in float32. A reading is computed from the tokens' products
+        with these alone.
         """
         parts = [self.values] if self.queries is None else [self.values, self.queries]
         return torch.cat(parts).detach().float()
@@ -395,7 +395,7 @@ class FittedProbe:
         return Probe(self.weights[0], self.name, float(self.bias))
 
     def check(self, bridge: StudiedBridge) -> HookPoint:
-        """Return its hook point in a model.
+        """Check that the probe fits a model, and return its hook point there.
 
         Raises:
             UnknownHookError: there is no such point.
@@ -450,7 +450,9 @@ class FittedProbe:
         )
 
     def _decided(self, readings: Sequence[ProbeReading]) -> Tensor:
-        """Return the numbers that decisions are about."""
+        """Return the readings that are compared with the threshold: of tokens, or, with several
+        heads, of texts.
+        """
         if len(self.weights) > 1:
             return torch.tensor([reading.value for reading in readings])
         return torch.cat([reading.tokens for reading in readings])
@@ -474,8 +476,11 @@ def probes_at(probes: Sequence[FittedProbe], bridge: StudiedBridge) -> dict[str,
 def readings_of(
     by_point: Mapping[str, Sequence[FittedProbe]], acts: Mapping[str, Tensor]
 ) -> dict[str, ProbeReading]:
-    """Return the reading of each probe by its name, from one text's activations ``[pos feature]``
-    by hook point.
+    """Return each probe's reading of one text, by the probe's name.
+
+    Args:
+        by_point: the probes of each hook point.
+        acts: the text's activations ``[pos feature]`` at each hook point.
     """
     return {
         probe.name: probe.reading(probe.products(acts[point]))
@@ -496,8 +501,8 @@ class _Fit:
     Attributes:
         rows: ``[pos feature]`` each.
         pooled: ``[row feature]``, the last token or the mean, in float64.
-        train, test: the numbers of the rows of each part.
-        heads: the number of heads; 0: one, of all positive rows.
+        train, test: the indices of the rows of each part.
+        heads: the number of heads; 0: a single one, fitted on all positive rows.
         strength, random: scikit-learn's ``C``, and the source of random numbers.
     """
 
@@ -510,7 +515,8 @@ class _Fit:
     random: np.random.RandomState
 
     def weights(self, positive: Array) -> tuple[Tensor, float]:
-        """Return the values ``[head feature]`` and the bias of a probe of the training rows."""
+        """Return the values ``[head feature]`` and the bias of a probe fitted on the training
+        rows."""
         x, positive = self.pooled[self.train], positive[self.train]
         groups = [positive]
         if self.heads:
@@ -524,7 +530,7 @@ class _Fit:
 
     def _logistic(self, x: Array, positive: Array, chosen: Array) -> tuple[Array, float]:
         """Return the coefficients and the intercept of a logistic regression on standardised
-        features of the chosen rows, in the units of the features.
+        features of the chosen rows, converted back to the units of the features.
         """
         scaler = _sklearn("preprocessing").StandardScaler()
         model = _sklearn("linear_model").LogisticRegression(
@@ -552,8 +558,8 @@ class _Fit:
         )
 
     def threshold(self, positive: Array, readings: Array) -> float:
-        """Return the threshold with the largest difference of true and false positives on the
-        training rows, halfway between two readings.
+        """Return the threshold that maximises the true positive rate minus the false positive rate
+        on the training rows; it lies halfway between two readings.
         """
         readings, positive = readings[self.train], positive[self.train]
         levels = np.unique(readings)
@@ -581,13 +587,13 @@ class _Fit:
         )
 
     def _random(self, probe: FittedProbe, positive: Array) -> float:
-        """Return the area of a random direction."""
+        """Return the AUROC of a random direction."""
         values = torch.from_numpy(self.random.standard_normal(probe.values.shape)).float()
         return self.area(positive, self.readings(replace(probe, values=values)), oriented=True)
 
     def _shuffled(self, probe: FittedProbe, positive: Array) -> float:
-        """Return the area of a probe of shuffled labels; each part keeps its number of
-        positives.
+        """Return the AUROC of a probe fitted on shuffled labels. Training and held-out rows keep
+        their numbers of positives.
         """
         mixed = positive.copy()
         for part in (self.train, self.test):
@@ -649,7 +655,7 @@ def _labels(labels: Any, count: int) -> Array:
 
 
 def _pooled(rows: Rows, over: str) -> Array:
-    """Return what is classified: the last token or the mean of each row, ``[row feature]``."""
+    """Return the classified vectors: the last token or the mean of each row, ``[row feature]``."""
     pooled = [x[-1] if over == "last" else x.double().mean(0) for x in rows]
     return torch.stack(pooled).double().cpu().numpy()  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ from bridge.lens.tuned import DAMAGED
 from bridge.run.inputs import RunnableBridge
 from bridge.run.run import hooked
 
-#: Metadata of a file, and the only value with which it can be used.
+#: Metadata of a file, with the only values that are accepted.
 _CONVENTIONS = {
     "estimator": "jacobian_lens",
     "hook_convention": "blocks.{layer}.hook_out",
@@ -37,15 +37,15 @@ class JacobianLens(Lens):
     over later tokens and averaged over earlier ones and texts (Gurnee et al. 2026, "Verbalizable
     Representations Form a Global Workspace in Language Models").
 
-    Its file is that of the paper's code and of `transformer_lens.tools.analysis.JacobianLens`. The
-    file counts the blocks after which a stream is read; `maps` counts, as `Reading` does, those
-    before which it is read: the file's 0 is 1 here.
+    Files have the format of the paper's code and of `transformer_lens.tools.analysis.JacobianLens`.
+    A file counts the blocks after which a stream is read; `maps` counts, as `Reading` does, the
+    blocks before which it is read: 0 in the file is 1 here.
 
     Args:
         maps: the matrix of each layer, by the layer before which the stream is read: 1 to
             ``n_layers - 1``.
         n_prompts: the number of texts in the average.
-        metadata: how it was fitted, by the names of TransformerLens.
+        metadata: how it was fitted, under TransformerLens's names.
 
     Attributes:
         n_prompts, metadata: as above.
@@ -118,8 +118,8 @@ class JacobianLens(Lens):
 
         Args:
             bridge: the model.
-            unembedding: also reject a model with another unembedding or, if the file has none
-                recorded, another name.
+            unembedding: also reject a model with a different unembedding or, if the file does not
+                identify the unembedding, with a different name.
 
         Raises:
             ValueError: its sizes, name or unembedding differ; its weights are processed.
@@ -163,8 +163,8 @@ class JacobianLens(Lens):
 
         Raises:
             FileNotFoundError: there is no file.
-            ValueError: it is no such lens, damaged, for a different model, or of another
-                convention.
+            ValueError: it is a different kind of lens, damaged, for a different model, or follows
+                another convention.
         """
         path = Path(path)
         file = path / "lens.pt" if path.is_dir() else path
@@ -191,7 +191,7 @@ class JacobianLens(Lens):
 
         Args:
             path: the file.
-            dtype: the matrices' type; published ones are in ``torch.float16``.
+            dtype: the matrices' type; published files use ``torch.float16``.
         """
         maps = {layer - 1: matrix.cpu().to(dtype) for layer, matrix in self.maps.items()}
         content = {
@@ -229,11 +229,11 @@ class JacobianLens(Lens):
         corpus: str = "",
         verbose: bool = True,
     ) -> JacobianLens:
-        """Compute a lens: the mean over texts of each one's derivatives, ``d_model`` products with
-        a vector for each text.
+        """Compute a lens: the derivatives, averaged over texts. Each text takes ``d_model``
+        vector-Jacobian products.
 
-        The model is not changed. Besides the maps, the memory is that of one run, and of `at_once`
-        rows of gradients.
+        The model is not changed. Besides the maps, this needs the memory of one run and of
+        `at_once` rows of gradients.
 
         Args:
             bridge: the model, with its own weights, in evaluation mode.
@@ -241,9 +241,9 @@ class JacobianLens(Lens):
                 look (Gurnee et al. used 1000).
             skip_first: the number of first tokens in each text that are excluded. The last token is
                 excluded too.
-            max_tokens: longer texts are truncated.
+            max_tokens: the number of tokens to which longer texts are truncated.
             at_once: the number of output coordinates in one backward pass.
-            corpus: the texts' name, for the file.
+            corpus: the texts' name, recorded in the file.
             verbose: show a progress bar.
 
         Raises:
@@ -288,7 +288,7 @@ def _read(content: Mapping[str, Any]) -> tuple[dict[int, Tensor], int, dict[str,
 
 
 def _refuse_processed(bridge: RunnableBridge) -> None:
-    """Reject a model with processed weights, whose stream and unembedding are others.
+    """Reject a model with processed weights: its stream and unembedding differ.
 
     Raises:
         ValueError: its weights are processed.
@@ -302,7 +302,7 @@ def _refuse_processed(bridge: RunnableBridge) -> None:
 
 
 def _refuse_no_derivatives(bridge: RunnableBridge) -> None:
-    """Reject a model of which there is no such lens, and half precision.
+    """Reject a model for which no lens can be computed, and half precision.
 
     Raises:
         ValueError: the model is not causal, has one layer, or computes in half precision.
@@ -345,15 +345,15 @@ def _tokens_of(
 def _mean_jacobians(
     bridge: RunnableBridge, prompts: Sequence[Tensor], skip_first: int, at_once: int, verbose: bool
 ) -> Tensor:
-    """Return the mean over texts of the derivatives, ``[layer, d_model, d_model]``, of the streams
-    before layer 1 and later ones."""
+    """Return the derivatives of the last stream with respect to the streams before layer 1 and
+    later layers, averaged over texts: ``[layer, d_model, d_model]``."""
     d_model = bridge.cfg.d_model
     total = torch.zeros(bridge.cfg.n_layers - 1, d_model, d_model, device="cpu")
     progress = tqdm(prompts, desc="fitting a lens", unit="text", disable=not verbose)
     with torch.enable_grad():
         batches = _batches(_streams(bridge, prompts[0][:, :-1], skip_first))
         for tokens in progress:
-            # The last token has no target, so that the run can end before it.
+            # The last token has no target: the run does not need it.
             rows = tokens[:, :-1].expand(1 if batches else at_once, -1)
             streams = _streams(bridge, rows, skip_first)
             for start, of_layers in _rows(streams, rows.shape[1] - skip_first, at_once, batches):
@@ -362,8 +362,8 @@ def _mean_jacobians(
 
 
 def _batches(streams: Sequence[Tensor]) -> bool:
-    """Tell whether a backward pass of one row can compute several products: some functions and
-    kernels do not allow it."""
+    """Tell whether a backward pass over one copy of a text can compute several products: some
+    functions and kernels do not support it."""
     try:
         next(_rows(streams, 1, 2, True))
     except torch.OutOfMemoryError:
@@ -379,10 +379,11 @@ def _rows(
     """Yield rows of the derivatives: the first one's index, and the rows ``[layer, row, d_model]``.
 
     Args:
-        streams: before layer 1 and later ones, and the end, ``[copy, pos, d_model]``.
-        length: the number of last positions that count.
+        streams: those before layer 1 and later layers, and at the end, ``[copy, pos, d_model]``.
+        length: the number of positions, from the end, that are included.
         at_once: the number of rows in a backward pass.
-        batches: whether one copy is enough for all of these; otherwise each has its own.
+        batches: whether one copy of the text serves all these rows; otherwise each row has its
+            own copy.
     """
     *sources, end = streams
     d_model = end.shape[-1]
@@ -405,8 +406,9 @@ def _rows(
 def _streams(bridge: RunnableBridge, tokens: Tensor, skip_first: int) -> list[Tensor]:
     """Return the streams before each layer from 1 on, and at the end, as one graph.
 
-    No gradient of a later token depends on the first ones: where the model continues from a cache
-    of keys and values, the streams are those of the other tokens alone.
+    No gradients are needed at the first `skip_first` tokens. If the model can continue from a cache
+    of keys and values, these run without gradients, and only the other tokens' streams are
+    returned.
     """
     if skip_first and _continues(bridge):
         with torch.no_grad():
@@ -420,8 +422,8 @@ def _streams(bridge: RunnableBridge, tokens: Tensor, skip_first: int) -> list[Te
 
 
 def _continues(bridge: RunnableBridge) -> bool:
-    """Tell whether a run may continue another one's: no hook of the user's counts positions, and
-    each block's only memory is keys and values."""
+    """Tell whether a run may continue from another one's cache: there are no hooks of the user,
+    which might select positions, and each block's only memory is keys and values."""
     hooks = bridge.hook_dict
     attend = all(f"blocks.{layer}.attn.hook_k" in hooks for layer in range(bridge.cfg.n_layers))
     mix = any(".mixer." in name for name in hooks)
@@ -440,7 +442,7 @@ def _recorded(bridge: RunnableBridge, tokens: Tensor, **options: Any) -> list[Te
     streams: list[Tensor] = []
 
     def keep(stream: Tensor, hook: HookPoint) -> Tensor:
-        # The graph begins at the first one.
+        # The graph begins at the first stream: no gradients are needed before it.
         streams.append(stream if streams else stream.detach().requires_grad_())
         return streams[-1]
 

@@ -33,7 +33,7 @@ class Lens(nn.Module):
         bridge: the model that it reads.
 
     Attributes:
-        bridge: the model; None: not known yet (see `on`). A copy of a lens has none.
+        bridge: the model; None: not known yet (see `on`). A copied or unpickled lens has none.
         title: the title of pictures of its readings.
 
     Example:
@@ -127,13 +127,15 @@ class Lens(nn.Module):
     @classmethod
     @refuse_wrong_types
     def merge(cls, lenses: Sequence[Lens]) -> Lens:
-        """Average lenses that were fitted on different texts, weighted by their numbers.
+        """Average lenses that were fitted on different texts, weighted by their numbers of
+        texts.
 
         Args:
             lenses: Jacobian lenses of one model, fitted in the same way.
 
         Raises:
-            ValueError: there are none, they differ in more than their texts, or they are no means.
+            ValueError: there are none, they differ in more than their texts, or they are not
+                averages over texts.
         """
         kinds = {type(lens) for lens in lenses}
         if len(kinds) != 1:
@@ -147,12 +149,12 @@ class Lens(nn.Module):
         )
 
     def check(self, bridge: RunnableBridge, unembedding: bool = True) -> None:
-        """Reject a model that the lens is not for.
+        """Reject a model that does not fit the lens.
 
         Args:
             bridge: the model.
-            unembedding: also reject a model whose unembedding differs from the one in fitting, as
-                far as that is known.
+            unembedding: also reject a model whose unembedding differs from the one used in fitting,
+                as far as that is known.
 
         Raises:
             ValueError: it has no single stream, or other sizes.
@@ -208,8 +210,8 @@ class Lens(nn.Module):
                 streams, a decoder column, a singular vector.
             layer: one of `layers`.
             normed: apply the whole map, the final norm and the unembedding. False: only the
-                products with the map's matrix and ``W_U``, which is linear: how the logits move
-                along a direction, up to the norm's scale; no bias is added.
+                products with the map's matrix and ``W_U``. This is linear: it gives the change of
+                the logits along a direction, up to the norm's scale. No bias is added.
 
         Raises:
             ValueError: a vector of another width; a layer without a map.
@@ -263,7 +265,8 @@ class Lens(nn.Module):
     def _rows_and_dictionary(
         self, stream: Tensor, layer: int, most: int
     ) -> tuple[list[Tensor], Dictionary]:
-        """Return single vectors, and the vectors of all tokens, of which `most` are used."""
+        """Return the stream as single vectors, and the dictionary of all tokens' vectors, after
+        checking that at most `most` of them can be selected."""
         rows = self._prepared(stream, layer).float().reshape(-1, stream.shape[-1])
         d_vocab = self.model.cfg.d_vocab_out
         if not 1 <= most <= d_vocab:
@@ -284,8 +287,8 @@ class Lens(nn.Module):
         Args:
             stream: vectors in a layer's stream.
             layer: one of `layers`.
-            k: the most tokens. The search ends earlier if no other token's vector points along
-                the rest.
+            k: the maximum number of tokens. The search ends earlier if no other token's vector
+                has a positive cosine with the rest.
 
         Returns:
             A decomposition of each vector.
@@ -317,13 +320,13 @@ class Lens(nn.Module):
         controls: int = 32,
         seed: int = 0,
     ) -> list[Occupancy]:
-        """Estimate how many tokens' vectors are in a vector: tokens that explain more of it than as
-        many of random directions do (Gurnee et al. 2026).
+        """Estimate how many tokens a vector contains: tokens that explain more of it than the same
+        number of random directions (Gurnee et al. 2026).
 
         Args:
             stream: vectors in a layer's stream.
             layer: one of `layers`.
-            most: the most tokens.
+            most: the maximum number of tokens.
             controls: the number of sets of random directions, each as large as the vocabulary, over
                 which the comparison is averaged.
             seed: the seed of the random directions.

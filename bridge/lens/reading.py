@@ -1,4 +1,4 @@
-"""The streams of a run, read as next tokens by a lens."""
+"""The streams of a run, decoded to next tokens by a lens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Reading:
         max_bytes: the approximate memory of logits, and of what is computed from them, per chunk of
             positions (at least one); None: a fast default. It does not limit the results of
             `logits` and `stack`.
-        tokens: those of the positions that were read, ``[batch, pos]``; None: the input was not
+        tokens: the tokens at the positions read, ``[batch, pos]``; None: the input was not
             tokens.
         bridge: the model, whose tokenizer names tokens in a picture.
         title: the lens, as the title of a picture.
@@ -179,7 +179,7 @@ class Reading:
         Args:
             row: which prompt; None: the only one.
             tokens: the text of each position; None: as the tokenizer has it.
-            chosen: draw these tokens alone, such as ``[" Mary", " John"]``.
+            chosen: draw only these tokens, such as ``[" Mary", " John"]``.
             top: the number of tokens in a tooltip.
             options: options of the picture, such as `title`.
 
@@ -365,7 +365,7 @@ def _mapped(maps: Lens, read: Decode, stream: Tensor, layer: int) -> Tensor:
 
 
 def _tokens_of(bridge: RunnableBridge, input: Input) -> Int[Tensor, "batch pos"] | None:
-    """Return the tokens of an input that is no text any more; None for embeddings and images."""
+    """Return the tokens of an input that is already tokenized; None for embeddings and images."""
     if takes(bridge.core).main is not None or input is None:
         return None
     tokens = torch.as_tensor(input)

@@ -86,8 +86,8 @@ def _classified(bridge: RunnableBridge) -> Decode:
 
 
 def _numbers_of(bridge: RunnableBridge) -> list[tuple[str, object]]:
-    """Return the numbers that a model reads from its configuration and itself, such as a soft
-    cap.
+    """Return the numeric fields of a model and its configuration, such as a soft cap, by name.
+    Logits depend on some of them.
     """
     owners = (bridge.core.config.get_text_config(decoder=True), bridge.core)
     return [
@@ -96,7 +96,7 @@ def _numbers_of(bridge: RunnableBridge) -> list[tuple[str, object]]:
 
 
 def _modules_behind(bridge: RunnableBridge, behind: Sequence[HookPoint]) -> list[nn.Module]:
-    """Return the modules of the hook points behind the blocks, and the output layer."""
+    """Return the modules of the hook points after the blocks, and the output layer."""
     paths = dict.fromkeys(hook.point.site.path for hook in behind)
     modules = [module_at(bridge.original_model, path) for path in paths if path]
     own = bridge.core.get_output_embeddings()

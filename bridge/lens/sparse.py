@@ -1,4 +1,4 @@
-"""Sparse sums of a dictionary's vectors: which are in a vector, and how many."""
+"""Sparse sums of dictionary vectors: which of them make up a vector, and how many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 #: Numbers below this share of the vector count as zero, in float64.
 _TOLERANCE = math.sqrt(torch.finfo(torch.float64).eps)
-#: A vector whose cosine with the rest is below this one explains nothing of it, in float32.
+#: A vector whose cosine with the rest is below this explains none of it, in float32.
 _SMALLEST_COSINE = math.sqrt(torch.finfo(torch.float32).eps)
 
 
@@ -38,7 +38,7 @@ class SparseDecomposition:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How much of a vector the first tokens of a greedy selection explain, beside random
+    """The share of a vector that each token of a greedy selection explains, and the same for random
     directions.
 
     Attributes:
@@ -53,8 +53,8 @@ class Occupancy:
 
     @property
     def count(self) -> int:
-        """Return the number of tokens at which the captured share, summed, is furthest above that
-        of random directions."""
+        """Return the number of tokens at which their cumulative share exceeds that of random
+        directions most."""
         return int((self.captured - self.control).cumsum(-1).argmax()) + 1
 
 
@@ -82,7 +82,8 @@ class Dictionary:
         return self.atoms.norm(dim=1)
 
     def _best(self, rest: Tensor, selected: list[int]) -> tuple[int, float]:
-        """Return the other atom with the largest cosine with a vector, and its component there."""
+        """Return the unselected atom with the largest cosine with a vector, and the vector's
+        component along it."""
         along = (self.atoms @ rest) / self.norms
         along[selected] = -math.inf
         best = along.max(0)
@@ -98,7 +99,7 @@ class Dictionary:
 
         Args:
             vector: the vector.
-            k: the most atoms.
+            k: the maximum number of atoms.
 
         Example:
             >>> import torch
@@ -126,7 +127,7 @@ class Dictionary:
     def captured(
         self, vector: Float[Tensor, " d_model"], most: int
     ) -> tuple[Float[Tensor, " most"], Int[Tensor, " most"]]:
-        """Select atoms by the largest cosine with what the earlier ones do not explain.
+        """Select atoms by the largest cosine with the part that earlier ones do not explain.
 
         Args:
             vector: the vector.
@@ -151,7 +152,7 @@ class Dictionary:
 
 
 def _projected(target: Tensor, units: Tensor) -> Tensor:
-    """Return the projection of a vector on the span of others, of which some may be dependent."""
+    """Return the projection of a vector on the span of others, which may be linearly dependent."""
     return target @ torch.linalg.pinv(units, rtol=_TOLERANCE) @ units
 
 
@@ -161,7 +162,8 @@ def _non_negative_fit(units: Tensor, target: Tensor, coefficients: Tensor) -> Te
     Args:
         units: ``[atom, d_model]``, unit vectors in float64.
         target: ``[d_model]``.
-        coefficients: where to begin: zeros, and a least-squares fit with positive coefficients.
+        coefficients: the initial ones: zero for some vectors, and positive least-squares
+            coefficients for the others.
     """
     threshold = _TOLERANCE * float(target.norm())
     free = coefficients > 0
@@ -172,7 +174,7 @@ def _non_negative_fit(units: Tensor, target: Tensor, coefficients: Tensor) -> Te
         free[slopes.argmax()] = True
         goal = _fit_of(units, target, free)
         while bool((falling := free & (goal <= threshold)).any()):
-            # Go towards the goal until the first coefficient is zero, and leave it there.
+            # Move towards the goal until a coefficient reaches zero, and fix it there.
             steps = coefficients[falling] / (coefficients - goal)[falling].clamp_min(threshold)
             coefficients = coefficients.lerp(goal, float(steps.min().clamp(max=1)))
             free = free & (coefficients > threshold)
@@ -196,7 +198,7 @@ def random_control(
     They are drawn on the CPU, so that a seed gives the same ones on every device.
 
     Args:
-        vectors, most: as there.
+        vectors, most: as for `Dictionary.captured`.
         atoms: the number of directions in each dictionary.
         controls: the number of dictionaries.
         seed: the seed.

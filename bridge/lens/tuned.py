@@ -316,7 +316,7 @@ def _set_gradients(
 
 
 def _tokens_and_mask(bridge: RunnableBridge, batch: Input) -> tuple[Input, Tensor | None]:
-    """Return a batch's tokens, and the mask of its real positions; None if none are padding."""
+    """Return a batch's tokens, and the mask of its real positions; None if there is no padding."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
         return inputs, batch.get("attention_mask")

@@ -204,10 +204,10 @@ def generic_activation_patch(
 def _groups(
     positions: Sequence[int | Sequence[int] | TokenPositions], axis_names: Sequence[str] | None
 ) -> list[Sequence[int]]:
-    """Return groups of positions.
+    """Return the groups of positions that are patched together, each as a list.
 
     Raises:
-        ValueError: there are none, or no axis counts positions.
+        ValueError: `positions` is empty, or no axis of the sweep is called "pos".
     """
     if not positions or "pos" not in (axis_names or ()):
         raise ValueError(

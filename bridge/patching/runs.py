@@ -466,7 +466,7 @@ class PatchedRuns:
         return self._apart(patches)
 
     def _where_known(self, patch: Patch, run: CorruptedRun) -> Patch:
-        """Return the patch without the position claims that do not hold in this run."""
+        """Return the patch; its changed positions are unknown where positions mix in this run."""
         if patch.hook in self._moving:
             return replace(patch, start=0, changed=None)
         return patch if run.positions else replace(patch, start=0)

@@ -1,14 +1,14 @@
-"""Suppressed sentences, and continuations from a sentence: how the text after it depends on it.
+"""How later text depends on a sentence: suppressed attention to it, and continuations from it.
 
 Input: a bridge and the spans of a chat. `suppression` runs the chat once for each sentence, with
-attention to its tokens masked for all later tokens, in every layer: the scores are minus infinity
-there, which the operation `Set` writes to chunks of queries. It keeps the residual stream at the
-end, and computes logits for a chunk of positions at a time. `rollouts` keeps the keys and values of
-the text before a sentence, and generates from them.
+attention to its tokens masked for all later tokens in every layer: the operation `Set` writes minus
+infinity to these scores, in chunks of queries. It keeps the residual stream at the end, and
+computes logits for a chunk of positions at a time. `rollouts` keeps the keys and values of the text
+before a sentence, and generates from them.
 
-Masked attention is the only way that is cut. A model that carries text forward otherwise (a
-recurrence, a convolution) raises an error, for it is tested: with other tokens in the first
-sentence, and attention to it masked, the streams behind it must be the same.
+Only attention is masked. A model that passes information forward in another way (a recurrence, a
+convolution) raises an error. This is tested: with attention to the first sentence masked, replacing
+its tokens must not change the streams after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bridge.interventions import Set
 from bridge.run.inputs import HookSpec
 from bridge.run.spans import Chat, Span, Spans
 
-#: The logits that are in memory at once, for a chunk of positions.
+#: The maximum number of logits in memory, for a chunk of positions.
 _LOGITS = 2**20
 
 
@@ -36,12 +36,12 @@ _LOGITS = 2**20
 def suppression(
     bridge: TransformerBridge, chat: Chat | Spans, *, temperature: float = 0.6, log: bool = True
 ) -> Float[Tensor, "sentence suppressed"]:
-    """Return what each sentence loses when an earlier one is not attended to (Bogdan et al. 2025,
-    "Thought Anchors").
+    """Measure how the predictions in each sentence change if attention to an earlier one is masked
+    (Bogdan et al. 2025, "Thought Anchors").
 
     Args:
         bridge: the bridge.
-        chat: a chat, of all of whose sentences it is computed; or the sentences, such as
+        chat: a chat, all of whose sentences are used; or the sentences, such as
             ``bridge.spans(chat).thinking``.
         temperature: divides the logits.
         log: average the logarithms of the divergences (plus 1e-9), as in the paper; False: average
@@ -49,11 +49,11 @@ def suppression(
 
     Returns:
         The mean, over the tokens of a sentence, of the divergence KL(run || suppressed run) between
-        the predictions after them; NaN where the suppressed sentence is not an earlier one.
+        the next-token predictions; NaN where the suppressed sentence is not an earlier one.
 
     Raises:
-        ValueError: fewer than two sentences; a model whose tokens do not reach later ones by
-            attention alone, or which reads in both directions.
+        ValueError: fewer than two sentences; a model in which tokens influence later ones by
+            more than attention, or whose attention is not causal.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -102,7 +102,7 @@ def _score_points(bridge: TransformerBridge) -> list[str]:
 
 
 def _masks(points: Sequence[str], span: Span) -> list[HookSpec]:
-    """Return the hooks with which no later token attends to those of a span."""
+    """Return hooks that mask attention from later tokens to a span."""
     mask = Set(float("-inf"), positions=slice(span.end, None), keys=slice(span.start, span.end))
     return [(point, mask) for point in points]
 
@@ -158,12 +158,12 @@ def rollouts(
     max_new_tokens: int = 100,
     **options: Any,
 ) -> list[str]:
-    """Generate from where a sentence begins, several times; the text before it runs once.
+    """Generate several continuations from the start of a sentence; the text before it runs once.
 
     Args:
         bridge: the bridge.
         spans: the spans of the chat, or some of them.
-        sentence: the sentence that is replaced. To keep it, give the next one.
+        sentence: the sentence that is replaced. To keep it, pass the next one.
         n: the number of continuations.
         max_new_tokens, options: as for `TransformerBridge.generate`, such as ``temperature=``.
 
@@ -171,8 +171,8 @@ def rollouts(
         The new texts.
 
     Raises:
-        ValueError: there is no text before the sentence; the model keeps no keys and values; or
-            hooks are active, which would count positions in the text before the sentence.
+        ValueError: there is no text before the sentence; the model has no cache of keys and values;
+            or hooks are active, whose positions would not refer to the whole text.
 
     Example:
         >>> from bridge import TransformerBridge

@@ -147,12 +147,13 @@ def attention_text(
 
 
 def _weights_of_query(table: Tensor, text: _Text, labels: Sequence[str], query: str) -> alt.Chart:
-    """Return the mean weight that a query gives to each token, with the token's place.
+    """Return a chart of the attention from a query to each token, averaged over the heads that are
+    switched on, with the token's coordinates.
 
     Args:
         table: the patterns, ``[head, query, key]``.
-        text: the words.
-        labels: their labels.
+        text: the words, with their coordinates.
+        labels: the words' labels.
         query: a Vega expression for the query's position.
     """
     n = len(labels)

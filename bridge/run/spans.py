@@ -1,18 +1,18 @@
-"""Spans of a chat: which tokens belong to which message, to its content, its thinking, or the
+"""Spans of a chat: the message of each token, and whether it belongs to content, thinking or the
 template.
 
-Input: a tokenizer with a chat template, and messages. Output: `Spans`, one `Span` after the other,
-with every token in exactly one. In order:
+Input: a tokenizer with a chat template, and messages. Output: `Spans`, consecutive `Span` objects;
+every token is in exactly one. In order:
 
-1. `_located` finds each text of the messages in the rendered chat without searching for it: it
-   renders the chat again with a mark in the text's place. The rendering before and after the mark
-   must be that of the chat, and the text between the two must be the message's, without whitespace
-   that the template strips. A template that changes a text otherwise raises an error that names the
-   message. A template may drop thinking: it has no span then.
-2. `_segments` assigns the template's own text: it belongs to a message as far as the chat that ends
-   there has it too, and else to the next one.
-3. `_sentences` cuts texts after full stops and at empty lines.
-4. `_spans` assigns tokens: one with characters of two segments belongs to that of its first
+1. `_located` finds each text of the messages in the rendered chat. A search could find another
+   occurrence, so the chat is rendered again with a mark in the text's place. Before and after the
+   mark, both renderings must be equal; the text between must be the message's, except for
+   whitespace that the template strips. If the template changes a text in another way, an error
+   names the message. A template may drop thinking, which then has no span.
+2. `_segments` assigns the template's own text between two messages. The part that also appears if
+   the chat ends with the first message belongs to that message, the remainder to the next one.
+3. `_sentences` splits texts after ``.``, ``?`` and ``!``, and at empty lines.
+4. `_spans` assigns tokens. A token that overlaps two segments belongs to the segment of its first
    character that is not whitespace.
 """
 
@@ -51,8 +51,8 @@ def is_chat(input: Any) -> TypeGuard[Chat]:
 
 
 def is_prompted(chat: Chat) -> bool:
-    """Tell whether a chat is followed by the beginning of the model's answer: unless it ends with
-    one.
+    """Tell whether the chat template adds the beginning of the model's answer to a chat: unless
+    the chat ends with an answer.
     """
     return chat[-1]["role"] != "assistant"
 
@@ -109,8 +109,8 @@ class _ChatText:
 class Spans(TokenPositions, Sequence[Span]):
     """The spans of a chat, or some of them: a sequence of `Span`, accepted wherever positions are.
 
-    ``spans["assistant"]`` selects a role; an index or a slice selects as in a list. Their positions
-    are those in the chat's own row of tokens, `tokens`.
+    ``spans["assistant"]`` selects a role; an index or a slice selects as in a list. Positions are
+    indices into the chat's own row of tokens, `tokens`.
 
     Args:
         spans: the spans.
@@ -152,7 +152,7 @@ class Spans(TokenPositions, Sequence[Span]):
 
     @property
     def tokens(self) -> Int[Tensor, "1 pos"]:
-        """Return the tokens of the chat, also if these are only some of its spans."""
+        """Return the tokens of the whole chat, even if these are only some of its spans."""
         return torch.tensor([self._layout.ids], device="cpu")
 
     @property
@@ -162,7 +162,7 @@ class Spans(TokenPositions, Sequence[Span]):
 
     @property
     def content(self) -> Spans:
-        """Return the spans of contents."""
+        """Return the spans of the messages' contents."""
         return self._where(lambda span: span.kind == "content")
 
     @property
@@ -176,7 +176,7 @@ class Spans(TokenPositions, Sequence[Span]):
         return self._where(lambda span: span.kind == "template")
 
     def sentences(self) -> Spans:
-        """Return one span for each sentence of contents and thinking."""
+        """Return one span for each sentence of the messages' contents and thinking."""
         return self._where(lambda span: span.sentence is not None)
 
     def turn(self, turn: int) -> Spans:
@@ -188,10 +188,10 @@ class Spans(TokenPositions, Sequence[Span]):
         return self._where(lambda span: span.turn == turn)
 
     def find(self, text: str) -> Spans:
-        """Return a span for each occurrence of a text, with all tokens that have characters of it.
+        """Return a span for each occurrence of a text, with all tokens that overlap it.
 
         Args:
-            text: the text. It is found within spans that follow each other.
+            text: the text, which may extend over adjacent spans.
 
         Raises:
             ValueError: it is empty, or does not occur.
@@ -204,7 +204,7 @@ class Spans(TokenPositions, Sequence[Span]):
         return Spans(hits, self._layout)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and last positions (exclusive) of spans that follow each other."""
+        """Yield the start and end of each run of adjacent spans."""
         start = 0
         for index in range(1, len(self) + 1):
             if index == len(self) or self[index].start != self[index - 1].end:
@@ -229,7 +229,9 @@ class Spans(TokenPositions, Sequence[Span]):
 
 
 def _text_start(offsets: Sequence[tuple[int, int]], position: int, end: int = 0) -> int:
-    """Return where the text of a position begins: the first one has all text before it too."""
+    """Return the character at which a position's text begins. The first position also has all text
+    before its token.
+    """
     if not position:
         return 0
     return offsets[position][0] if position < len(offsets) else end
@@ -334,7 +336,8 @@ def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: bool) -> st
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
-    """Return the tokens of a chat, with the prefix of the model's answer unless it ends with one.
+    """Return the tokens of a chat, with the prefix of the model's answer unless the chat
+    ends with one.
 
     Raises:
         CannotBeDoneError: the tokenizer has no chat template.
@@ -380,7 +383,7 @@ def _pieces(message: Message) -> Iterator[_Piece]:
 
 
 def _in_text(message: Message, text: str, put: Callable[[str], Message]) -> Iterator[_Piece]:
-    """Yield the parts of a content: an answer's may have thinking between tags."""
+    """Yield the parts of a message's content. An answer may contain thinking between tags."""
     if message["role"] != "assistant":
         yield _Piece(text, "content", put)
         return
@@ -394,7 +397,7 @@ def _in_text(message: Message, text: str, put: Callable[[str], Message]) -> Iter
 
 
 def _thoughts(text: str, opened: bool = False) -> Iterator[tuple[int, Kind, str]]:
-    """Yield the parts of an answer with where they begin: thinking, the tags around it, content.
+    """Yield the parts of an answer (thinking, the tags around it, content), each with its start.
 
     Args:
         text: the answer.
@@ -415,7 +418,7 @@ class _Located(NamedTuple):
     """A text of a message in the rendered chat.
 
     Attributes:
-        start, end: its characters.
+        start, end: its first character, and the one after the last.
         turn: the number of the message.
         kind: content or thinking.
         chat: the chat with a mark in its place.
@@ -431,7 +434,7 @@ class _Located(NamedTuple):
 
 
 def _located(render: Callable[[Chat, bool], str], text: str, chat: Chat) -> list[_Located]:
-    """Return the texts of the messages in the rendered chat, in its order.
+    """Locate the texts of the messages in the rendered chat; return them in the chat's order.
 
     Raises:
         CannotBeDoneError: the template changes one.
@@ -466,8 +469,8 @@ def _between(text: str, around: Sequence[str], piece: str) -> str | None:
 
     Args:
         text: the rendered chat.
-        around: the rendered chat without the text, cut where it was.
-        piece: the text, of which the template may strip whitespace.
+        around: the rendered chat without the text, split where the text was.
+        piece: the text; the template may strip its whitespace.
     """
     times = len(around) - 1
     if not times:
@@ -481,7 +484,7 @@ def _between(text: str, around: Sequence[str], piece: str) -> str | None:
 def _segments(
     render: Callable[[Chat, bool], str], text: str, chat: Chat, located: Sequence[_Located]
 ) -> Iterator[_Segment]:
-    """Yield the segments of the rendered chat, with the template's own text."""
+    """Yield the segments of the rendered chat, including the template's own text."""
     known = {piece.turn for piece in located}
     end = _Located(len(text), len(text), len(chat), "content", chat, "")
     before = _Located(0, 0, -1, "content", chat, "")
@@ -504,13 +507,13 @@ def _segments(
 
 
 def _template(chat: Chat, turn: int, start: int, end: int) -> _Segment:
-    """Return text of the template that belongs to a message, or to the model's answer."""
+    """Return a segment of the template's text, of a message or of the model's answer."""
     role = str(chat[turn]["role"]) if turn < len(chat) else "assistant"
     return _Segment(start, end, role, turn, "template")
 
 
 def _tail(render: Callable[[Chat, bool], str], piece: _Located, turn: int) -> str:
-    """Return the text behind a piece in the chat that ends with a message; empty if the template
+    """Render the chat up to a message, and return the text after a piece; empty if the template
     does not accept such a chat.
     """
     try:
@@ -521,11 +524,12 @@ def _tail(render: Callable[[Chat, bool], str], piece: _Located, turn: int) -> st
 
 
 def _common(one: str, other: str) -> int:
-    """Return the number of characters with which two texts both begin."""
+    """Return the length of the common prefix of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-#: The least number of characters of a sentence; a shorter one is joined with the next.
+#: The minimum length of a sentence in characters; a shorter one is joined with the next (at the
+#: end of a text, with the previous one).
 _LEAST = 10
 #: The end of a sentence, with the whitespace after it.
 _END = re.compile(r"(?<=[.?!])\s+|\n\s*\n\s*")
@@ -544,7 +548,7 @@ def _sentences(text: str, segments: Sequence[_Segment]) -> Iterator[_Segment]:
 
 
 def _cuts(text: str, start: int, end: int) -> list[int]:
-    """Return where the sentences of a text begin, and its end."""
+    """Return the starts of the sentences of a text, and its end."""
     cuts = [start]
     for match in _END.finditer(text, start, end):
         if len(text[cuts[-1] : match.end()].strip()) >= _LEAST:

@@ -211,7 +211,8 @@ class SiteHook(SiteHandler, SourceSite, NotCopied):
         self._last_writer = last_writer  # set once: runs of other threads read it at any moment
 
     def see(self, x: Tensor, module: nn.Module, args: Args, kwargs: Kwargs) -> Tensor:
-        """Run the points in turn, and keep the tensor for users elsewhere."""
+        """Pass the tensor through this site's hook points, and return the result. Store it for
+        hook points at other sites that read it in this run."""
         run = CURRENT.get().run
         if run is None and torch._C._current_graph_task_id() != -1:
             self._refuse_recomputation()

@@ -104,7 +104,7 @@ def test_it_answers(objects):
     difference = objects.pairs.metric(each=True)(objects.logits)
     right = (objects.logits[:, -1].argmax(-1) == objects.pairs.answers).float().mean()
     IOI(
-        "On # prompts it answers #% rightly; in #% the answer's logit is above the subject's",
+        "Of # prompts it answers #% correctly; in #% the answer's logit is above the subject's",
         [N, 100 * right, 100 * (difference > 0).float().mean()],
         [0, 4, 3],
     )
@@ -199,7 +199,7 @@ def test_without_movers_and_suppressors(objects):
         [intact[0], movers[0], intact[1], movers[1], movers[2]],
         [0.3, 0.3, 0.3, 0.3, 4],
     )
-    IOI("without the layer's other four heads #%", [control[2]], [5])
+    IOI("#% are right without the layer's other four heads", [control[2]], [5])
     rises = movers[3] - intact[3]
     known = [(0, 4), (5, 0), (5, 1)]
     changes = [float(rises[head]) for head in known]
@@ -286,10 +286,9 @@ def test_it_forms_plurals_from_examples(page):
         tokens = page["with_examples"](held_out, N, task, SEED)
         shares.append(100 * page["right"](bridge(tokens, logits_to_keep=1), held_out))
     VECTOR(
-        "On # prompts about held-out nouns it says #% of the plurals, if the examples are"
-        " shuffled #%",
-        [N, *shares],
-        [0, 5, 7],
+        "the plural in #% of # prompts about held-out nouns; with shuffled examples, in #%",
+        [shares[0], N, shares[1]],
+        [5, 0, 7],
     )
     assert len(held_out) == 100 and not {*held_out} & {*page["seen"]}
 
@@ -320,11 +319,13 @@ def test_the_vector_and_what_is_no_vector(page):
         others = vector(page["plural"], random.Random(seed).sample(rest, 10))
         drawn.append(share(others * plural.norm() / others.norm()))
     VECTOR(
-        "Without examples it says #% of them, with the vector #%", [alone, share(plural)], [2, 6]
+        "Without examples it does so in #% of them, and with the vector in #%",
+        [alone, share(plural)],
+        [2, 6],
     )
-    VECTOR("of three draws of ten other heads of these layers at most #%", [max(drawn)], [5])
+    VECTOR("at most #% in three draws of ten other heads of these layers", [max(drawn)], [5])
     VECTOR(
-        "the same heads over shuffled examples #%, over the noun repeated #%",
+        "with shuffled examples #%, with the noun repeated #%",
         [share(vector(page[task], BEST)) for task in ("shuffled", "repeat")],
         [7, 5],
     )
