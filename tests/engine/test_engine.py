@@ -374,7 +374,7 @@ def test_the_page_shows_what_happens(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     (tmp_path / "first.py").write_text(page.split("```text\n# first.py\n")[1].split("```")[0])
     found = subprocess.run(
-        [sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert found.returncode == 0, found.stderr
     offered, *lines = found.stdout.strip().splitlines()
@@ -390,7 +390,7 @@ def test_the_page_shows_an_engine_in_an_event_loop(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     (tmp_path / "own.py").write_text(page.split("```text\n# own.py\n")[1].split("```")[0])
     found = subprocess.run(
-        [sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert found.returncode == 0, found.stderr
     lines = sorted(found.stdout.strip().splitlines())
@@ -532,7 +532,7 @@ def test_an_engine_whose_proof_fails_leaves_no_process(
     ]
     assert not [
         process
-        for process in psutil.wait_procs(left, timeout=20)[1]
+        for process in psutil.wait_procs(left, timeout=120)[1]
         if "EngineCore" in process.name()
     ]
 

@@ -101,7 +101,7 @@ def address(
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "serve.py"], cwd=folder, stdout=log, stderr=log)
     try:
-        for _ in range(240):
+        for _ in range(900):
             time.sleep(1)
             assert process.poll() is None, (folder / "log").read_text()[-4000:]
             try:
@@ -112,7 +112,7 @@ def address(
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
 
 
 def answered(address: str, prompt: str | list[str], **more: Any) -> tuple[int, Any]:
@@ -130,7 +130,7 @@ def answered(address: str, prompt: str | list[str], **more: Any) -> tuple[int, A
         f"{address}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
