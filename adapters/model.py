@@ -246,8 +246,9 @@ def misfit(declared: ModelMap, model: nn.Module) -> str:
 
 
 def _other_number(core: nn.Module) -> str:
-    """Return a factor that a module holds, and that its configuration has another value for; "" if
-    there is none. (Dropout changes no declaration.)
+    """Describe the first float attribute of a module (an epsilon, a multiplier) that differs from
+    the configuration's value of the same name; return "" if all agree. Dropout rates are ignored,
+    because they do not affect a declaration.
     """
     config = config_of(core)
     numbers = {

@@ -591,8 +591,10 @@ class _Inference:
         return mixes_positions(part, positions, partial(rerun, self.model, self.inputs, positions))
 
     def _mixer_behind(self, part: FoundPart) -> FoundPart | None:
-        """Return the module that adds to the stream as a part of its own, if it mixes positions
-        after all softmaxes of the part (Zamba 2).
+        """Return a part's last module (the one whose output is added to the stream) as a part of
+        its own, if it mixes positions and contains none of the part's softmaxes; None otherwise.
+
+        In Zamba 2, a mixer reads the attention's output, and only the mixer adds to the stream.
         """
         last = part.out
         if last.is_leaf:

@@ -301,8 +301,16 @@ def _chained(
 def _streams_between(
     blocks: Sequence[ModuleCall], path: str
 ) -> tuple[list[BorderTensor], dict[int, float], str]:
-    """Return the stream after each block, the factors of the stream before a block (by the block's
-    place), and, if there is no stream, the reason.
+    """Return the stream after each block, the scale factors between blocks, and a reason.
+
+    A factor multiplies a block's output before the next block reads it. The factors are keyed by
+    the next block's index in `blocks`; factors of 1 are omitted. Without a stream, the first two
+    results are empty, and the third says why ("" if a block returns no tensor of its input's
+    shape).
+
+    Args:
+        blocks: the calls of the blocks, in order.
+        path: the path of their list, for the reason.
     """
     outputs: list[BorderTensor] = []
     powers: dict[int, float] = {}

@@ -891,7 +891,9 @@ class AttentionRecorder(SeesAttention):
         return query, key
 
     def flat_heads(self, query: Tensor) -> tuple[int, int] | None:
-        """Return the recording's batch size and -1, if the batch axis can also hold heads."""
+        """Return the sizes into which to split a joint axis of batch and heads: the recording's
+        batch size, and -1 for the heads. Return None if the axis is not a multiple of that size.
+        """
         if query.shape[0] % self.recording.batch:
             return None
         return (self.recording.batch, -1)

@@ -136,8 +136,10 @@ class HeadsOfBatch(View):
 
 @dataclass(frozen=True)
 class Biased(View):
-    """The heads of a projection whose bias is added by its parent module: a parameter of the module
-    of the last source.
+    """The heads of a projection, including a bias that another module adds to its output.
+
+    The bias is a parameter of that other module, which is the last of the hook point's source sites
+    (`Call.sources`).
 
     Attributes:
         heads: the view of the heads in the projection's output.

@@ -751,7 +751,7 @@ class Engine:
 
         Args:
             request: the request.
-            number: the number of its captures.
+            number: the request's number in the names of its captures.
         """
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt}
         ticket: dict[str, Any] = {"number": number, "capture": self._kept_for(request.capture)}
@@ -793,7 +793,7 @@ class Engine:
         Args:
             request: the request.
             outputs: vLLM's outputs.
-            number: the number of its captures.
+            number: the request's number in the names of its captures.
             captured: the captured activations; None if the request has not ended.
         """
         for out in outputs:

@@ -400,7 +400,7 @@ def _served(
     Args:
         out: vLLM's output.
         prompt: the number of tokens of the prompt.
-        number: the number of its captures.
+        number: the request's number in the names of its captures.
         readings: the readings.
         captured: the worker's results.
     """

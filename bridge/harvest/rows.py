@@ -400,7 +400,9 @@ class Together:
 
     @contextmanager
     def passing(self, model_pass: _ModelPass) -> Iterator[None]:
-        """Run the model in all processes."""
+        """Tell the other processes to run the model too, before the body of the ``with`` runs it in
+        this process.
+        """
         self.tell("run", *model_pass)
         yield
 
@@ -485,7 +487,9 @@ class InTurns:
 
     @contextmanager
     def passing(self, model_pass: _ModelPass) -> Iterator[None]:
-        """Run the model in all processes."""
+        """Wait until this pass is next, joining the other processes' passes until then; they take
+        part in the pass that the body of the ``with`` runs.
+        """
         stop = model_pass.stop_at_layer
         self._turns.take(self._full_run if stop is None else 1 + stop)
         yield

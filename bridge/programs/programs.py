@@ -149,7 +149,9 @@ class Program(nn.Module):
 
     @property
     def core(self) -> PreTrainedModel:
-        """Return the Hugging Face model among the module objects, without its wrapper (PEFT)."""
+        """Return the program's own copy of the Hugging Face model, without its wrapper (PEFT). The
+        copy has modules of its own, and the original model's parameters.
+        """
         core = core_of(self.model)
         assert isinstance(core, PreTrainedModel)
         return core
