@@ -1205,8 +1205,8 @@ class Swap(Operation):
     def __post_init__(self) -> None:
         super().__post_init__()
         a, b = self.a, self.b
-        _check_vectors("a", a)
-        _check_vectors("b", b)
+        check_vectors("a", a)
+        check_vectors("b", b)
         # Values of tensors under `torch.vmap` cannot be read.
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or is_functorch_wrapped_tensor(a):
             return
