@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bridge.arguments import check_positive, refuse_wrong_types
 from bridge.bridge import TransformerBridge
+from bridge.generation.options import decode
 from bridge.interventions import Set
 from bridge.run.inputs import HookSpec
 from bridge.run.spans import Chat, Span, Spans
@@ -171,8 +172,9 @@ def rollouts(
         The new texts.
 
     Raises:
-        ValueError: there is no text before the sentence; the model keeps no keys and values; or
-            hooks are active, which would count positions in the text before the sentence.
+        ValueError: there is no text before the sentence, or it is of another chat; the model keeps
+            no keys and values; or hooks are active, which would count positions in the text before
+            the sentence.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -187,6 +189,7 @@ def rollouts(
     check_positive("n", n)
     if sentence.start < 1:
         raise ValueError("there is no text before the sentence: choose a later one")
+    spans.check_has(sentence)
     if bridge.wiring.listening:
         raise ValueError(
             "hooks are active, and the text before the sentence runs by itself: generate from"
@@ -205,4 +208,5 @@ def rollouts(
     texts = bridge.generate(
         prompt.expand(n, -1), max_new_tokens, return_type="str", **(more | options)
     )
-    return [text[len(bridge.to_string(prompt[0])) :] for text in texts]
+    # Texts of generations have no special tokens.
+    return [text[len(decode(bridge, prompt[0].tolist())) :] for text in texts]
