@@ -22,9 +22,10 @@ from bridge.arguments import (
     positions_of,
     without_batch_axis,
 )
-from bridge.hooks.context import Listener, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import KeptHeads, rows_within
+from bridge.rows import check_positions_of_chat, token_axis
 from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
@@ -264,14 +265,14 @@ class ActivationRecorder:
 
 
 def checked_pos_slice(pos_slice: PosSlice) -> Any:
-    """Return an index, a slice or a list of indices, checked.
+    """Return positions, checked.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: they are no index, slice, list of indices or `TokenPositions`.
     """
-    pos_slice = positions_of(pos_slice)
-    if pos_slice is None or isinstance(pos_slice, slice):
-        return pos_slice
+    chosen, pos_slice = pos_slice, positions_of(pos_slice)
+    if pos_slice is None or isinstance(chosen, slice | TokenPositions):
+        return chosen
     positions = pos_slice if isinstance(pos_slice, list | tuple | range) else [pos_slice]
     for position in positions:
         if position is None and isinstance(pos_slice, tuple):
@@ -306,8 +307,15 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
 
     Raises:
         IndexError: there is no such position.
+        ValueError: positions of a chat, and a row is left-padded.
     """
     axis = position_axis(hook)
+    if isinstance(pos_slice, TokenPositions):
+        run = CURRENT.get().run
+        if axis is not None and run is not None and run.rows is not None:
+            name = token_axis(hook.point.axes.split()[axis])
+            check_positions_of_chat(pos_slice, run.rows.masks.get(name))
+        pos_slice = pos_slice.positions
     if isinstance(x, Deferred):
         rows = axis is not None and axis == len(hook.point.axes.split()) - 2
         if not rows or pos_slice is None:
@@ -444,6 +452,7 @@ def caching_functions(
     def backward(gradient: Tensor, hook: HookPoint) -> None:
         keep(gradient.clone(), hook, "_grad")
 
+    forward.__dict__["in_run"] = True  # where the padding of the run is known
     return forward, backward
 
 
