@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from adapters.config import config_of
 from adapters.inputs import OF_IMAGES_AND_SOUND, takes
 from adapters.points import module_at, module_path
-from bridge.arguments import TokenPositions, shown
 
 #: The sides on which padding may be.
 Side = Literal["left", "right"]
@@ -441,25 +440,6 @@ def check_position(metric: object, mask: Tensor | None) -> None:
             f"the metric reads the logits at position {position}, which is padding in row"
             f" {padded[0]}: pass position= with an index for each row, such as"
             " attention_mask.sum(-1) - 1 for the last tokens of right-padded rows"
-        )
-
-
-def check_positions_of_chat(positions: object, mask: Tensor | None) -> None:
-    """Reject positions among a chat's own tokens if a row is left-padded: its tokens have others.
-
-    Args:
-        positions: the positions; only a `TokenPositions` is checked.
-        mask: ``[row, token]``, 1 for tokens and 0 for padding; None: no padding.
-
-    Raises:
-        ValueError: they are such positions, and a row is left-padded.
-    """
-    if mask is None or not isinstance(positions, TokenPositions):
-        return
-    if bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise ValueError(
-            f"{shown(positions)} counts a chat's own tokens, and a row is left-padded: run each"
-            " chat alone, or pass padding_side='right'"
         )
 
 

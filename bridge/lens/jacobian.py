@@ -22,7 +22,6 @@ from bridge.lens.tuned import DAMAGED
 from bridge.run.inputs import RunnableBridge
 from bridge.run.run import hooked
 from bridge.run.tokenization import Text
-from bridge.taps.attention_call import autocasts
 
 #: Metadata of a file, and the only value with which it can be used.
 _CONVENTIONS = {
@@ -320,7 +319,7 @@ def _refuse_no_derivatives(bridge: RunnableBridge) -> None:
             f"{cfg.model_name} computes in {cfg.dtype}, and so would its derivatives: fit the lens"
             " on the model in float32; it can then read this one"
         )
-    if autocasts(cfg.device.type):
+    if torch.is_autocast_enabled(cfg.device.type):
         raise ValueError(
             "derivatives under torch.autocast are in half precision: fit outside of it"
         )

@@ -66,8 +66,8 @@ from bridge.patching.setters import (
     layer_pos_head_vector_patch_setter,
     layer_pos_patch_setter,
 )
-from bridge.rows import check_positions_of_chat
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.recorder import check_positions_of_chat
 
 
 @refuse_wrong_types

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bridge.arguments import check_positive, refuse_wrong_types
 from bridge.bridge import TransformerBridge
-from bridge.generation.options import decode
 from bridge.interventions import Set
 from bridge.run.inputs import HookSpec
 from bridge.run.spans import Chat, Span, Spans
@@ -172,9 +171,9 @@ def rollouts(
         The new texts.
 
     Raises:
-        ValueError: there is no text before the sentence, or it is of another chat; the model keeps
-            no keys and values; or hooks are active, which would count positions in the text before
-            the sentence.
+        ValueError: there is no text before the sentence, or it belongs to another chat; the model
+            keeps no keys and values; or hooks are active, which would count positions in the text
+            before the sentence.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -208,5 +207,9 @@ def rollouts(
     texts = bridge.generate(
         prompt.expand(n, -1), max_new_tokens, return_type="str", **(more | options)
     )
-    # Texts of generations have no special tokens.
-    return [text[len(decode(bridge, prompt[0].tolist())) :] for text in texts]
+    tokenizer = bridge.tokenizer_facts.tokenizer
+    # As in the texts of generations, special tokens aside.
+    before: Any = tokenizer.decode(
+        prompt[0].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [text[len(before) :] for text in texts]

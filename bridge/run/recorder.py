@@ -20,12 +20,13 @@ from bridge.arguments import (
     TokenPositions,
     check_positive,
     positions_of,
+    shown,
     without_batch_axis,
 )
 from bridge.hooks.context import CURRENT, Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import KeptHeads, rows_within
-from bridge.rows import check_positions_of_chat, token_axis
+from bridge.rows import token_axis
 from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
@@ -282,6 +283,25 @@ def checked_pos_slice(pos_slice: PosSlice) -> Any:
                 f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices"
             )
     return pos_slice
+
+
+def check_positions_of_chat(positions: object, mask: Tensor | None) -> None:
+    """Reject positions among a chat's own tokens if a row is left-padded: its tokens have others.
+
+    Args:
+        positions: the positions; only a `TokenPositions` is checked.
+        mask: ``[row, token]``, 1 for tokens and 0 for padding; None: no padding.
+
+    Raises:
+        ValueError: they are such positions, and a row is left-padded.
+    """
+    if mask is None or not isinstance(positions, TokenPositions):
+        return
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            f"{shown(positions)} counts a chat's own tokens, and a row is left-padded: run each"
+            " chat alone, or pass padding_side='right'"
+        )
 
 
 def position_axis(hook: HookPoint) -> int | None:

@@ -213,7 +213,7 @@ class Spans(TokenPositions, Sequence[Span]):
         start, end = (_text_start(layout.offsets, at, len(layout.text)) for at in ends)
         if span.text not in layout.text[start:end]:
             raise ValueError(
-                f"{shown(span.text)} is of another chat: at its positions, this one has"
+                f"{shown(span.text)} does not belong to this chat, which has at its positions"
                 f" {shown(layout.text[start:end])}"
             )
 

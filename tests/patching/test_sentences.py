@@ -222,7 +222,7 @@ def test_rollouts_of_templates_with_special_tokens(name):
 def test_a_sentence_of_another_chat_is_refused(bridge):
     spans = bridge.spans(CHAT)
     other = bridge.spans([{"role": "user", "content": "Mary left the house. " + TEXT}])
-    with pytest.raises(ValueError, match="is of another chat: at its positions, this one has"):
+    with pytest.raises(ValueError, match="does not belong to this chat, which has at"):
         rollouts(bridge, spans, other.sentences()[2], 1)
 
 
