@@ -507,21 +507,8 @@ class RunMethods(HookMethods):
         by_point = probes_at(probes, self)
         if isinstance(texts, Tensor):
             raise TypeError("texts is a tensor; it must be texts, or a list of tokens for each")
-        check_positive("batch_size", batch_size)
-        rows: Sequence[Any] = [texts] if isinstance(texts, str) or is_chat(texts) else texts
-        are_texts = [isinstance(row, str) or is_chat(row) for row in rows]
-        size = batch_size if all(are_texts) else 1
         readings: list[dict[str, ProbeReading]] = []
-        for begin in range(0, len(rows), size):
-            tokens, mask = rows[begin], None
-            if are_texts[begin]:
-                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
-                tokens, mask = batch.tokens, batch.mask
-            tokens = torch.atleast_2d(torch.as_tensor(tokens))
-            if len(tokens) > 1 and not are_texts[begin]:
-                raise ValueError(
-                    f"texts[{begin}] is of {len(tokens)} texts: give the tokens of each, [pos]"
-                )
+        for tokens, mask in self._batches(texts, prepend_bos, batch_size):
             _, cache = self.run_with_cache(
                 tokens, names_filter=list(by_point), attention_mask=mask, return_type=None
             )
@@ -530,6 +517,26 @@ class RunMethods(HookMethods):
                 acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}
                 readings.append(readings_of(by_point, acts))
         return readings
+
+    def _batches(
+        self, texts: Any, prepend_bos: bool | None, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the tokens and masks of texts; of the tokens of each text, one row at a time."""
+        check_positive("batch_size", batch_size)
+        rows: Sequence[Any] = [texts] if isinstance(texts, str) or is_chat(texts) else texts
+        are_texts = [isinstance(row, str) or is_chat(row) for row in rows]
+        size = batch_size if all(are_texts) else 1
+        for begin in range(0, len(rows), size):
+            if are_texts[begin]:
+                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
+                yield batch.tokens, batch.mask
+                continue
+            tokens = torch.atleast_2d(torch.as_tensor(rows[begin]))
+            if len(tokens) > 1:
+                raise ValueError(
+                    f"texts[{begin}] is of {len(tokens)} texts: give the tokens of each, [pos]"
+                )
+            yield tokens, None
 
     def fit_lens(self, texts: Sequence[Any], kind: str = "jacobian", **options: Any) -> lenses.Lens:
         """Fit a lens on texts: a linear map per layer from the residual stream there to the last

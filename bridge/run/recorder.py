@@ -330,12 +330,6 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
         ValueError: positions of a chat, and a row is left-padded.
     """
     axis = position_axis(hook)
-    if isinstance(pos_slice, TokenPositions):
-        run = CURRENT.get().run
-        if axis is not None and run is not None and run.rows is not None:
-            name = token_axis(hook.point.axes.split()[axis])
-            check_positions_of_chat(pos_slice, run.rows.masks.get(name))
-        pos_slice = pos_slice.positions
     if isinstance(x, Deferred):
         rows = axis is not None and axis == len(hook.point.axes.split()) - 2
         if not rows or pos_slice is None:
@@ -359,6 +353,12 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
 
 def _index(pos_slice: Any, length: int, hook: HookPoint, device: torch.device) -> slice | Tensor:
     """Return the index of the selected positions along an axis of a given length."""
+    if isinstance(pos_slice, TokenPositions):
+        run, axis = CURRENT.get().run, position_axis(hook)
+        if run is not None and run.rows is not None and axis is not None:
+            name = token_axis(hook.point.axes.split()[axis])
+            check_positions_of_chat(pos_slice, run.rows.masks.get(name))
+        pos_slice = pos_slice.positions
     if isinstance(pos_slice, tuple):
         pos_slice = slice(*pos_slice)
     if isinstance(pos_slice, slice):
