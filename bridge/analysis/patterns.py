@@ -70,7 +70,7 @@ class PatternStatistics:
         if top < 0:
             raise ValueError(f"top is {top}; it must be 0 or more")
         self.keys, self.top = list(positions_of(keys)), top
-        self.groups = [list(positions_of(group)) for group in groups]
+        self.groups = [list(dict.fromkeys(positions_of(group))) for group in groups]
         if any(not group or min(group) < 0 for group in self.groups):
             raise ValueError("groups are of positions from 0 on, with at least one in each")
         self._sums: dict[str, Tensor] = {}

@@ -244,7 +244,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         probes = probes_at(readings, self)
         if probes:
             captured = self.select_hooks(capture) if capture != () else []
-            capture = [*{*[hook.name for hook in captured], *probes}]
+            capture = [*dict.fromkeys([*[hook.name for hook in captured], *probes])]
         options = generation.options.GenerationOptions(
             max_new_tokens=max_new_tokens,
             names_filter=capture,

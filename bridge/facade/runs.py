@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
-from bridge.arguments import check_choice
+from bridge.arguments import check_choice, check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
@@ -35,6 +35,8 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
+from bridge.run.spans import is_chat
+from bridge.run.tokenization import Texts
 
 
 class RunMethods(HookMethods):
@@ -469,7 +471,7 @@ class RunMethods(HookMethods):
 
     def readings(
         self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Tensor],
+        texts: Texts | Sequence[Sequence[int]] | Sequence[Tensor],
         probes: Sequence[FittedProbe],
         *,
         prepend_bos: bool | None = None,
@@ -478,7 +480,7 @@ class RunMethods(HookMethods):
         """Return the readings of probes for each text.
 
         Args:
-            texts: a text, several, or the tokens of several, each without padding.
+            texts: a text or a chat, several, or the tokens of several, each without padding.
             probes: what `Probe.fit` returns.
             prepend_bos: start texts with BOS; None: the model's default.
             batch_size: the number of texts in a run. Tokens are run one text at a time.
@@ -505,15 +507,8 @@ class RunMethods(HookMethods):
         by_point = probes_at(probes, self)
         if isinstance(texts, Tensor):
             raise TypeError("texts is a tensor; it must be texts, or a list of tokens for each")
-        rows: Sequence[Any] = [texts] if isinstance(texts, str) else texts
-        size = batch_size if all(isinstance(row, str) for row in rows) else 1
         readings: list[dict[str, ProbeReading]] = []
-        for begin in range(0, len(rows), size):
-            tokens, mask = rows[begin], None
-            if isinstance(tokens, str):
-                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
-                tokens, mask = batch.tokens, batch.mask
-            tokens = torch.atleast_2d(torch.as_tensor(tokens))
+        for tokens, mask in self._batches(texts, prepend_bos, batch_size):
             _, cache = self.run_with_cache(
                 tokens, names_filter=list(by_point), attention_mask=mask, return_type=None
             )
@@ -522,6 +517,26 @@ class RunMethods(HookMethods):
                 acts = {point: cache[point][row, own.to(cache[point].device)] for point in by_point}
                 readings.append(readings_of(by_point, acts))
         return readings
+
+    def _batches(
+        self, texts: Any, prepend_bos: bool | None, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the tokens and masks of texts; of the tokens of each text, one row at a time."""
+        check_positive("batch_size", batch_size)
+        rows: Sequence[Any] = [texts] if isinstance(texts, str) or is_chat(texts) else texts
+        are_texts = [isinstance(row, str) or is_chat(row) for row in rows]
+        size = batch_size if all(are_texts) else 1
+        for begin in range(0, len(rows), size):
+            if are_texts[begin]:
+                batch = self.batch_of(rows[begin : begin + size], prepend_bos)
+                yield batch.tokens, batch.mask
+                continue
+            tokens = torch.atleast_2d(torch.as_tensor(rows[begin]))
+            if len(tokens) > 1:
+                raise ValueError(
+                    f"texts[{begin}] is of {len(tokens)} texts: give the tokens of each, [pos]"
+                )
+            yield tokens, None
 
     def fit_lens(self, texts: Sequence[Any], kind: str = "jacobian", **options: Any) -> lenses.Lens:
         """Fit a lens on texts: a linear map per layer from the residual stream there to the last

@@ -21,6 +21,7 @@ from bridge.lens.readout import exact_hash, functions_at
 from bridge.lens.tuned import DAMAGED
 from bridge.run.inputs import RunnableBridge
 from bridge.run.run import hooked
+from bridge.run.tokenization import Text
 
 #: Metadata of a file, with the only values that are accepted.
 _CONVENTIONS = {
@@ -222,7 +223,7 @@ class JacobianLens(Lens):
     def fit(
         cls,
         bridge: RunnableBridge,
-        texts: Sequence[str] | Sequence[Int[Tensor, " pos"]],
+        texts: Sequence[Text] | Sequence[Int[Tensor, " pos"]],
         skip_first: int = SKIPPED,
         max_tokens: int = 128,
         at_once: int = 16,
@@ -237,8 +238,8 @@ class JacobianLens(Lens):
 
         Args:
             bridge: the model, with its own weights, in evaluation mode.
-            texts: texts, or tokens ``[pos]``; one hundred of 128 tokens are enough for a first
-                look (Gurnee et al. used 1000).
+            texts: texts, chats, or tokens ``[pos]``; one hundred of 128 tokens are enough for a
+                first look (Gurnee et al. used 1000).
             skip_first: the number of first tokens in each text that are excluded. The last token is
                 excluded too.
             max_tokens: the number of tokens to which longer texts are truncated.
@@ -305,7 +306,8 @@ def _refuse_no_derivatives(bridge: RunnableBridge) -> None:
     """Reject a model for which no lens can be computed, and half precision.
 
     Raises:
-        ValueError: the model is not causal, has one layer, or computes in half precision.
+        ValueError: the model is not causal, has one layer, or computes in half precision, as under
+            autocast.
         RuntimeError: the call is in inference mode.
     """
     cfg = bridge.cfg
@@ -319,19 +321,26 @@ def _refuse_no_derivatives(bridge: RunnableBridge) -> None:
             f"{cfg.model_name} computes in {cfg.dtype}, and so would its derivatives: fit the lens"
             " on the model in float32; it can then read this one"
         )
+    if torch.is_autocast_enabled(cfg.device.type):
+        raise ValueError(
+            "derivatives under torch.autocast are in half precision: fit outside of it"
+        )
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a Jacobian lens needs gradients: fit it outside of inference_mode()")
 
 
 def _tokens_of(
-    bridge: RunnableBridge, texts: Sequence[str | Tensor], skip_first: int, max_tokens: int
+    bridge: RunnableBridge,
+    texts: Sequence[Text] | Sequence[Tensor],
+    skip_first: int,
+    max_tokens: int,
 ) -> list[Tensor]:
     """Return the tokens of each text, ``[1, pos]``.
 
     Raises:
         ValueError: there are no texts, or a text has too few tokens.
     """
-    tokens = [bridge.to_tokens(text) if isinstance(text, str) else text[None] for text in texts]
+    tokens = [text[None] if isinstance(text, Tensor) else bridge.to_tokens(text) for text in texts]
     rows = [row[:, :max_tokens].to(bridge.cfg.device) for row in tokens]
     short = {i: row.shape[1] for i, row in enumerate(rows) if row.shape[1] < skip_first + 2}
     if short or not rows:

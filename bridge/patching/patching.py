@@ -67,6 +67,7 @@ from bridge.patching.setters import (
     layer_pos_patch_setter,
 )
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.recorder import check_positions_of_chat
 
 
 @refuse_wrong_types
@@ -182,6 +183,8 @@ def generic_activation_patch(
         raise ValueError(
             "return_index_df is for a tensor: a PatchingResult has the data frame as index_df"
         )
+    for group in positions or ():
+        check_positions_of_chat(group, attention_mask)
     groups = None if positions is None else _groups(positions, index_axis_names)
     n_groups = None if groups is None else len(groups)
     names = index_axis_names

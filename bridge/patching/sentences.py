@@ -171,8 +171,9 @@ def rollouts(
         The new texts.
 
     Raises:
-        ValueError: there is no text before the sentence; the model has no cache of keys and values;
-            or hooks are active, whose positions would not refer to the whole text.
+        ValueError: there is no text before the sentence, or it belongs to another chat; the model
+            keeps no keys and values; or hooks are active, which would count positions in the text
+            before the sentence.
 
     Example:
         >>> from bridge import TransformerBridge
@@ -187,6 +188,7 @@ def rollouts(
     check_positive("n", n)
     if sentence.start < 1:
         raise ValueError("there is no text before the sentence: choose a later one")
+    spans.check_has(sentence)
     if bridge.wiring.listening:
         raise ValueError(
             "hooks are active, and the text before the sentence runs by itself: generate from"
@@ -205,4 +207,9 @@ def rollouts(
     texts = bridge.generate(
         prompt.expand(n, -1), max_new_tokens, return_type="str", **(more | options)
     )
-    return [text[len(bridge.to_string(prompt[0])) :] for text in texts]
+    tokenizer = bridge.tokenizer_facts.tokenizer
+    # As in the texts of generations, special tokens aside.
+    before: Any = tokenizer.decode(
+        prompt[0].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [text[len(before) :] for text in texts]

@@ -20,11 +20,13 @@ from bridge.arguments import (
     TokenPositions,
     check_positive,
     positions_of,
+    shown,
     without_batch_axis,
 )
-from bridge.hooks.context import Listener, Scope, of_the_next_run
+from bridge.hooks.context import CURRENT, Listener, Scope, of_the_next_run
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.parts import KeptHeads, rows_within
+from bridge.rows import token_axis
 from bridge.wiring.reading_plan import ReadSite
 from bridge.wiring.wiring import Wiring
 
@@ -264,14 +266,14 @@ class ActivationRecorder:
 
 
 def checked_pos_slice(pos_slice: PosSlice) -> Any:
-    """Return an index, a slice or a list of indices, checked.
+    """Return positions, checked.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: they are no index, slice, list of indices or `TokenPositions`.
     """
-    pos_slice = positions_of(pos_slice)
-    if pos_slice is None or isinstance(pos_slice, slice):
-        return pos_slice
+    chosen, pos_slice = pos_slice, positions_of(pos_slice)
+    if pos_slice is None or isinstance(chosen, slice | TokenPositions):
+        return chosen
     positions = pos_slice if isinstance(pos_slice, list | tuple | range) else [pos_slice]
     for position in positions:
         if position is None and isinstance(pos_slice, tuple):
@@ -281,6 +283,25 @@ def checked_pos_slice(pos_slice: PosSlice) -> Any:
                 f"pos_slice is {pos_slice!r}; it must be an index, a slice, or a list of indices"
             )
     return pos_slice
+
+
+def check_positions_of_chat(positions: object, mask: Tensor | None) -> None:
+    """Reject positions among a chat's own tokens if a row is left-padded: its tokens have others.
+
+    Args:
+        positions: the positions; only a `TokenPositions` is checked.
+        mask: ``[row, token]``, 1 for tokens and 0 for padding; None: no padding.
+
+    Raises:
+        ValueError: they are such positions, and a row is left-padded.
+    """
+    if mask is None or not isinstance(positions, TokenPositions):
+        return
+    if bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise ValueError(
+            f"{shown(positions)} counts a chat's own tokens, and a row is left-padded: run each"
+            " chat alone, or pass padding_side='right'"
+        )
 
 
 def position_axis(hook: HookPoint) -> int | None:
@@ -306,6 +327,7 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
 
     Raises:
         IndexError: there is no such position.
+        ValueError: positions of a chat, and a row is left-padded.
     """
     axis = position_axis(hook)
     if isinstance(x, Deferred):
@@ -331,6 +353,12 @@ def picked_positions(x: Tensor | Deferred, pos_slice: PosSlice, hook: HookPoint)
 
 def _index(pos_slice: Any, length: int, hook: HookPoint, device: torch.device) -> slice | Tensor:
     """Return the index of the selected positions along an axis of a given length."""
+    if isinstance(pos_slice, TokenPositions):
+        run, axis = CURRENT.get().run, position_axis(hook)
+        if run is not None and run.rows is not None and axis is not None:
+            name = token_axis(hook.point.axes.split()[axis])
+            check_positions_of_chat(pos_slice, run.rows.masks.get(name))
+        pos_slice = pos_slice.positions
     if isinstance(pos_slice, tuple):
         pos_slice = slice(*pos_slice)
     if isinstance(pos_slice, slice):
@@ -444,6 +472,7 @@ def caching_functions(
     def backward(gradient: Tensor, hook: HookPoint) -> None:
         keep(gradient.clone(), hook, "_grad")
 
+    forward.__dict__["in_run"] = True  # where the padding of the run is known
     return forward, backward
 
 

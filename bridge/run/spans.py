@@ -148,7 +148,7 @@ class Spans(TokenPositions, Sequence[Span]):
     @property
     def positions(self) -> list[int]:
         """See `TokenPositions`."""
-        return [position for span in self for position in span.positions]
+        return sorted({position for span in self for position in span.positions})
 
     @property
     def tokens(self) -> Int[Tensor, "1 pos"]:
@@ -203,6 +203,20 @@ class Spans(TokenPositions, Sequence[Span]):
             raise ValueError(f"{text!r} does not occur in {shown(self.text)}")
         return Spans(hits, self._layout)
 
+    def check_has(self, span: Span) -> None:
+        """Reject a span of another chat.
+
+        Raises:
+            ValueError: the text at its positions is another.
+        """
+        layout, ends = self._layout, (span.start, span.end)
+        start, end = (_text_start(layout.offsets, at, len(layout.text)) for at in ends)
+        if span.text not in layout.text[start:end]:
+            raise ValueError(
+                f"{shown(span.text)} does not belong to this chat, which has at its positions"
+                f" {shown(layout.text[start:end])}"
+            )
+
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each run of adjacent spans."""
         start = 0
@@ -224,7 +238,7 @@ class Spans(TokenPositions, Sequence[Span]):
                 if layout.offsets[position][0] < b and layout.offsets[position][1] > a
             ]
             if touched:
-                owner = next(span for span in self if touched[0] < span.end)
+                owner = next(span for span in self if touched[0] in span.positions)
                 yield replace(owner, start=touched[0], end=touched[-1] + 1, text=text)
 
 

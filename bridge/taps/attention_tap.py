@@ -500,6 +500,7 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                 return None
             self._touching[point] = point.visible_listeners()
             for listener in self._touching[point]:
+                listener.called = True  # also if it touches no head here
                 touched = _touched_by(listener, point, shape)
                 if touched is None:
                     return None

@@ -365,6 +365,22 @@ def test_what_cannot_be_read_is_refused(bridge: TransformerBridge) -> None:
             bridge.generate_batch(TEXTS, 1, readings=probes)
 
 
+def test_a_reading_for_each_text(bridge: TransformerBridge) -> None:
+    probe = probe_over("mean")
+    with pytest.raises(ValueError, match=r"texts\[1\] is of 2 texts"):
+        bridge.readings([torch.tensor([5, 6]), torch.tensor([[5, 6], [7, 8]])], [probe])
+    with pytest.raises(ValueError, match="batch_size is -1"):
+        bridge.readings(TEXTS, [probe], batch_size=-1)
+    bridge.tokenizer.chat_template = "{{ messages[0].content }}"
+    chats = [[{"role": "user", "content": text}] for text in TEXTS[:2]]
+    values = [x["probe"].value for x in bridge.readings(chats, [probe])]
+    values += [x["probe"].value for x in bridge.readings(chats[0], [probe])]
+    tokens = [bridge.to_tokens(chat)[0] for chat in (*chats, chats[0])]
+    expected = [x["probe"].value for x in bridge.readings(tokens, [probe])]
+    bridge.tokenizer.chat_template = None
+    assert values == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.unchecked
 def test_padded_tokens_are_refused(bridge: TransformerBridge) -> None:
     with pytest.raises(TypeError, match="a list of tokens for each"):

@@ -206,6 +206,8 @@ def test_other_models_are_refused(bridge, texts):
         bridge.fit_lens(texts, "other")
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         bridge.fit_lens(texts, skip_first=2, verbose=False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        bridge.fit_lens(texts, skip_first=2, verbose=False)
     with pytest.raises(ValueError, match="training mode"):
         TransformerBridge(tiny("gpt2").train()).fit_lens(texts, skip_first=2)
     with pytest.raises(ValueError, match="computes in"):
@@ -223,6 +225,17 @@ def test_other_models_are_refused(bridge, texts):
         lens.decompose(torch.ones(32), 1, k=0)
     with pytest.raises(ValueError, match="zero or not finite"):
         lens.occupancy(torch.zeros(32), 1)
+
+
+def test_chats_are_texts():
+    bridge = TransformerBridge.boot_embedded()
+    bridge.tokenizer.chat_template = "{{ messages[0].content }}"
+    chat = [{"role": "user", "content": "Mary and John went"}]
+    of_chat, of_tokens = (
+        bridge.fit_lens([text], skip_first=0, verbose=False).matrices
+        for text in (chat, bridge.to_tokens(chat)[0])
+    )
+    assert torch.equal(of_chat, of_tokens)
 
 
 def test_a_hybrid_is_fitted_in_one_run():

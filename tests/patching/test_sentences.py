@@ -21,6 +21,7 @@ from bridge.patching import (
     suppression,
 )
 from bridge.run.spans import Span, Spans
+from tests.run.chats import TEMPLATES, tokenizer_of
 from tests.taps.test_touching import peak_bytes
 from tests.tiny_models import tiny_model
 
@@ -179,6 +180,7 @@ def test_rollouts_are_generations_with_the_text_before_run_once(bridge, sentence
     prompt = spans.tokens[:, :start]
     kept = bridge.generate(prompt, 6, do_sample=False, verbose=False, return_type="str")
     (expected,) = kept if isinstance(kept, list) else [kept]
+    of_prompt = bridge.tokenizer.decode(prompt[0], skip_special_tokens=True)
     lengths = []
     handle = bridge.original_model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -187,11 +189,51 @@ def test_rollouts_are_generations_with_the_text_before_run_once(bridge, sentence
         texts = rollouts(bridge, spans, spans.sentences()[sentence], 3, 6, do_sample=False)
     finally:
         handle.remove()
-    assert texts == [expected[len(bridge.to_string(prompt[0])) :]] * 3
+    assert texts == [expected[len(of_prompt) :]] * 3
     assert lengths[0] == (1, start - 1) and set(lengths[1:]) == {(3, 1)}
     torch.manual_seed(0)
     sampled = rollouts(bridge, spans, spans.sentences()[sentence], 8, 6, temperature=2.0)
     assert len(set(sampled)) > 1
+
+
+@pytest.mark.parametrize("name", ["llama_3", "qwen_3", "mistral"])
+def test_rollouts_of_templates_with_special_tokens(name):
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    other = TransformerBridge(LlamaForCausalLM(config).eval(), tokenizer)
+    spans = other.spans([{"role": "user", "content": "The train is late. Is the bus here?"}])
+    for sentence in spans.sentences():
+        prompt = spans.tokens[:, : sentence.start]
+        options = {"do_sample": False, "verbose": False, "return_type": "tokens"}
+        new = other.generate(prompt, 6, **options)[0, sentence.start :]
+        right = tokenizer.decode(new, skip_special_tokens=True)
+        assert right and rollouts(other, spans, sentence, 2, 6, do_sample=False) == [right] * 2
+
+
+def test_a_sentence_of_another_chat_is_refused(bridge):
+    spans = bridge.spans(CHAT)
+    other = bridge.spans([{"role": "user", "content": "Mary left the house. " + TEXT}])
+    with pytest.raises(ValueError, match="does not belong to this chat, which has at"):
+        rollouts(bridge, spans, other.sentences()[2], 1)
+
+
+def test_a_position_that_is_listed_twice_counts_once(bridge):
+    name = "blocks.2.attn.hook_pattern"
+    between = []
+    for group in ([1, 1, 2], [1, 2]):
+        statistics = PatternStatistics(groups=[group, [3]])
+        bridge.run_with_callback(TEXT, statistics, name)
+        between.append(statistics.between[name])
+    assert torch.equal(*between)
 
 
 def reference_scores(matrix, nearest, ranks):

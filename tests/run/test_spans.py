@@ -9,7 +9,8 @@ from transformers import PythonBackend
 from bridge import TransformerBridge
 from bridge.analysis.patterns import PatternStatistics
 from bridge.interventions import Touching, Zero
-from bridge.run.spans import spans_of
+from bridge.patching import generic_activation_patch, layer_pos_patch_setter
+from bridge.run.spans import Spans, spans_of
 from tests.run.chats import TEMPLATES, TEXT, tokenizer_of
 
 THOUGHTS = "They ask for a way. The river is the nearest one."
@@ -357,6 +358,42 @@ def test_spans_are_accepted_where_positions_are(chatty):
         kept, hooks, _ = bridge.get_caching_hooks(POINT, pos_slice=index)
         bridge.run_with_hooks(chat, fwd_hooks=hooks)
         assert torch.equal(kept[POINT], full[POINT][:, own])
+
+
+@torch.no_grad()
+def test_positions_of_a_chat_are_refused_where_it_is_left_padded(chatty):
+    bridge, chat, _ = chatty
+    short = [{"role": "user", "content": "Mary left."}]
+    span = bridge.spans(short).content
+    _, own = bridge.run_with_cache(short, names_filter=POINT, pos_slice=span)
+    options = {"names_filter": POINT, "pos_slice": span}
+    _, cache = bridge.run_with_cache([chat, short], padding_side="right", **options)
+    torch.testing.assert_close(cache[POINT][1], own[POINT][0])
+    batch = bridge.batch_of([chat, short], padding_side="left")
+    more = {"attention_mask": batch.mask}
+    _, hooks, _ = bridge.get_caching_hooks(POINT, pos_slice=span)
+    _, clean = bridge.run_with_cache(batch.tokens, **more)
+    patched = (bridge, batch.tokens, clean, lambda x: x.sum(), layer_pos_patch_setter)
+    for use in (
+        lambda: bridge.run_with_cache([chat, short], padding_side="left", **options),
+        lambda: bridge.run_with_cache(batch.tokens, pos_slice=span, **more),
+        lambda: bridge.lens([chat, short], pos_slice=span),
+        lambda: bridge.run_with_hooks(batch.tokens, fwd_hooks=hooks, **more),
+        lambda: generic_activation_patch(
+            *patched, "resid_pre", ["layer", "pos"], positions=[span], **more
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"Spans\(.* and a row is left-padded"):
+            use()
+
+
+def test_positions_ascend_and_each_is_listed_once():
+    spans = spans_of(tokenizer_of(TEMPLATES["qwen_3"]), CHAT)
+    assert spans[::-1].positions == spans.positions
+    (own,) = spans.content.find("bus")
+    assert own in spans.content[::-1].find("bus")
+    twice = Spans([own, own], spans._layout)
+    assert twice.positions == own.positions
 
 
 def test_no_spans_are_no_positions(chatty):
