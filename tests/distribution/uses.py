@@ -55,6 +55,15 @@ from transformer_lens.model_bridge import TransformerBridge as Theirs
 assert Theirs.run_with_cache and Theirs.boot_transformers
 """
 
+PROBES = """
+import torch
+from bridge.interventions import Probe
+acts = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+labels = acts[:, 0] > 0
+probe = Probe.fit(acts[:, None], labels, 'blocks.1.hook_resid_post', 'last')
+assert bridge.readings(['Mary and John'], [probe])
+"""
+
 #: By the name of the extra; "" where none is installed.
 USES = {
     "": (
@@ -67,6 +76,7 @@ USES = {
         " and')\npictures.logit_lens(lens.stack(), bridge.to_str_tokens('Mary and'),"
         " bridge).save('lens.svg')"
     ),
+    "probes": PROBES,
     "harvest": HARVEST.format(model="bridge", more=""),
     "ray": RAY + HARVEST.format(model="'embedded'", more=", engine='ray', workers=2"),
     **{name: EXPORT.format(formats={name: options}) for name, options in FORMATS.items()},

@@ -335,7 +335,7 @@ def test_what_was_not_tried_is_refused_by_name(option: str) -> None:
         "output_kind",
     ):
         with pytest.raises(TypeError, match=f"{ours} is not an argument"):
-            sampling(4, True, False, {"capture": []}, {ours: None})
+            sampling(4, True, False, {"capture": [], "read": []}, {ours: None})
     check_options({"speculative_config": {"method": "ngram"}, "tensor_parallel_size": 2})
     for ours in ("model_impl", "enable_lora"):
         with pytest.raises(TypeError, match=ours):
@@ -382,7 +382,9 @@ def test_an_edit_is_there_when_its_request_begins_also_after_one_that_failed_or_
     edits.around(worker)
 
     async def asks(name: str) -> list[str]:
-        params = SimpleNamespace(extra_args={"interventions": name})
+        params = SimpleNamespace(
+            extra_args={"interventions": name}, skip_reading_prefix_cache=False
+        )
         return await anext(worker.generate({"prompt_token_ids": [1]}, params))
 
     async def run() -> None:
