@@ -17,7 +17,7 @@ from adapters.config import ModelConfig
 from adapters.points import token_embedding
 from bridge.arguments import CannotBeDoneError, listed
 from bridge.modules import TokenEmbedding
-from bridge.run.spans import Chat, chat_ids, is_chat, is_prompted, rendered
+from bridge.run.spans import Chat, chat_ids, is_chat
 
 # --------------------------------------------------------------------------------------------------
 # Checks of a run's input before anything runs, with errors that say what would work.
@@ -445,9 +445,19 @@ class TextOptions(NamedTuple):
 _USUAL = TextOptions()
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, text: Text) -> str:
-    """Return a text, or the text of a chat."""
-    return text if isinstance(text, str) else rendered(tokenizer, text, is_prompted(text))
+def _unknown_words(facts: TokenizerFacts, text: Text, ids: list[int]) -> list[str]:
+    """Return the words of a text, or of a chat's messages, that become unknown tokens. Roles and
+    the template's own words are not named.
+    """
+    if isinstance(text, str):
+        return facts.unknown_words(text, ids)
+    unknown: list[str] = []
+    for message in text:
+        content = message.get("content")
+        if isinstance(content, str):
+            inner = facts.tokenizer(content, add_special_tokens=False)["input_ids"]
+            unknown += facts.unknown_words(content, inner)
+    return unknown
 
 
 def batch_of(bridge: HasTokenizer, texts: Sequence[Text], options: TextOptions = _USUAL) -> Batch:
@@ -474,8 +484,7 @@ def batch_of(bridge: HasTokenizer, texts: Sequence[Text], options: TextOptions =
     rows = [facts.encode(text, prepend_bos, keep_ending) for text in texts]
     unknown: dict[str, None] = {}
     for text, row in zip(texts, rows, strict=True):
-        words = _text_of(facts.tokenizer, text)
-        unknown |= dict.fromkeys(facts.unknown_words(words, row))
+        unknown |= dict.fromkeys(_unknown_words(facts, text, row))
     if unknown:
         warnings.warn(facts.explain_unknown(list(unknown)), UnknownWordWarning, stacklevel=3)
     if longest is not None:

@@ -65,7 +65,7 @@ def test_every_page_of_docs_is_there(pages):
 
 
 @pytest.mark.parametrize(
-    "notebook", (ROOT / "examples").glob("learn_smollm_*"), ids=lambda path: path.stem
+    "notebook", sorted((ROOT / "examples").glob("learn_smollm_*")), ids=lambda path: path.stem
 )
 def test_a_page_on_a_real_model_shows_its_stored_pictures(pages, notebook):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
