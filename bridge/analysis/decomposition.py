@@ -484,6 +484,15 @@ def _norms_of_stream(model: StudiedBridge) -> Iterator[str]:
                 yield f"blocks.{layer}.{named.norm}"
 
 
+def tolerance_of_sum(dtype: torch.dtype) -> float:
+    """Return the tolerance between a sum of terms and the stream, relative to the largest number.
+
+    Args:
+        dtype: of the terms. Some norms compute in float32 for any input type.
+    """
+    return {torch.float64: 1e-5, torch.float32: 1e-3}.get(dtype, 30 * torch.finfo(dtype).eps)
+
+
 def stream_names(model: StudiedBridge, layer: int) -> list[str]:
     """Return the hook points that show the residual stream entering a layer."""
     names = [last_stream(model.hook_dict, layer)] if layer else []

@@ -18,7 +18,13 @@ from bridge.analysis.analysis import (
     refuse_no_logit_sum,
     require,
 )
-from bridge.analysis.decomposition import Group, StreamTerms, stream_at, stream_names
+from bridge.analysis.decomposition import (
+    Group,
+    StreamTerms,
+    stream_at,
+    stream_names,
+    tolerance_of_sum,
+)
 from bridge.analysis.layer_outputs import (
     gradients_of,
     norm_before,
@@ -44,9 +50,6 @@ _AT_ONCE = 2**24
 
 #: The number of positions at which terms are compared with the stream.
 _COMPARED = 16
-#: The tolerance of that comparison, relative to the largest number; some norms compute in float32
-#: for any input type.
-_TOLERANCE = 1e-3
 
 
 class IncompleteSumWarning(UserWarning):
@@ -592,8 +595,8 @@ class ResidualMethods(AnalysedRun):
         layer, pos_slice = layer_of(self.model, terms.end, mlp_input), terms.pos_slice
         stack, labels = terms.stacked()
         if complete:
-            rounding = max(torch.finfo(term.value.dtype).eps for term in terms.terms)
-            _warn_other_sum(self, stack, rounding, layer, mlp_input, pos_slice)
+            tolerance = max(tolerance_of_sum(term.value.dtype) for term in terms.terms)
+            _warn_other_sum(self, stack, tolerance, layer, mlp_input, pos_slice)
         if incl_remainder:
             if mlp_input:
                 (stream,) = require(self, [f"blocks.{layer}.hook_resid_mid"])
@@ -611,13 +614,13 @@ class ResidualMethods(AnalysedRun):
 def _warn_other_sum(
     cache: AnalysedRun,
     stack: Float[Tensor, "component *batch_pos d_model"],
-    rounding: float,
+    tolerance: float,
     layer: int,
     mlp_input: bool,
     pos_slice: Index,
 ) -> None:
-    """Warn if terms do not sum to the stream that the run recorded; `rounding` is that of the
-    coarsest of them.
+    """Warn if terms do not sum to the stream that the run recorded. The tolerance is that of the
+    coarsest of them, relative to the largest number.
     """
     names = [f"blocks.{layer}.hook_resid_mid"] if mlp_input else stream_names(cache.model, layer)
     name = next((name for name in names if name in cache), None)
@@ -630,7 +633,7 @@ def _warn_other_sum(
     total = stack.sum(0).to(right)
     largest = right.abs().max() if right.numel() else right.new_zeros(())
     difference = (total - right).abs().max() if right.numel() else largest
-    if difference > max(_TOLERANCE, 30 * max(rounding, torch.finfo(right.dtype).eps)) * largest:
+    if difference > max(tolerance, tolerance_of_sum(right.dtype)) * largest:
         warnings.warn(
             f"the terms do not sum to {name}: they differ by up to {difference:.3g} (its largest"
             f" number is {largest:.3g}). Something else changed the stream in this run: a hook, a"

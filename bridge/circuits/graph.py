@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adapters.attention import Gate, SinkGate
 from bridge.analysis.analysis import refuse_no_sum, refuse_training
+from bridge.analysis.decomposition import tolerance_of_sum
 from bridge.analysis.layer_outputs import post_norm
 from bridge.arguments import refuse_wrong_types
 from bridge.bridge import TransformerBridge
@@ -556,13 +557,6 @@ def divergence_at_last_tokens(
 # --------------------------------------------------------------------------------------------------
 
 
-#: The tolerance between the parts and their sum, relative to its largest entry.
-TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-3,
-}  # some norms compute in float32 for any input type
-
-
 @dataclass(frozen=True)
 class SenderOutputs:
     """The outputs of a run's senders.
@@ -730,7 +724,7 @@ def _refuse_another_number(
     device, dtype = right.device.type, right.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    tolerance = TOLERANCE.get(dtype, 30 * torch.finfo(dtype).eps) * largest
+    tolerance = tolerance_of_sum(dtype) * largest
     if not torch.allclose(total.to(right.dtype), right, rtol=0, atol=tolerance):
         raise ValueError(
             f"in {bridge.cfg.model_name} what heads and MLPs write does not add up to the residual"

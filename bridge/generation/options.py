@@ -31,7 +31,7 @@ from bridge.arguments import check_choice, check_types
 from bridge.generation.penalties import add_penalties
 from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.rows import BatchRows, Side, check_said, check_zero_or_one, is_padded_in_front
+from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.run.inputs import (
     TAKEN_BY,
     Input,
@@ -124,8 +124,8 @@ def prompt_of(
     rows.arrange(everything, side)
     more.update((name, everything[name]) for name in more)
     kwargs = {name: everything[name] for name in kwargs}
-    if mask is not None and is_padded_in_front(kwargs["attention_mask"]):
-        refuse_wrapped_positions(bridge)
+    if mask is not None:
+        refuse_wrapped_positions(bridge, kwargs["attention_mask"])
     return GenerationPrompt(kwargs, everything.get("input_ids"), rows, right_padded, kind)
 
 

@@ -495,10 +495,10 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) ->
         or _counts_positions(bridge, kwargs.keys())
     ):
         return
-    if not is_padded_in_front(mask):
-        return
     if "position_ids" not in accepted_by(bridge.core):
-        refuse_wrapped_positions(bridge)
+        refuse_wrapped_positions(bridge, mask)
+        return
+    if not is_padded_in_front(mask):
         return
     if learns_prompt(bridge.original_model):
         raise ValueError(
@@ -515,13 +515,13 @@ def _place(bridge: RunnableBridge, mask: Tensor, length: int, kwargs: Kwargs) ->
     kwargs["position_ids"] = counted.places(mask)[:, -length:].to(input_device(bridge.wiring.model))
 
 
-def refuse_wrapped_positions(bridge: RunnableBridge) -> None:
+def refuse_wrapped_positions(bridge: RunnableBridge, mask: Tensor) -> None:
     """Reject left padding in a wrapper that hides the `position_ids` of the model inside.
 
     Raises:
-        ValueError: it hides them.
+        ValueError: it hides them, and a row is left-padded.
     """
-    if hides_positions(bridge):
+    if hides_positions(bridge) and is_padded_in_front(mask):
         plain = type(bridge.core.plain_module).__name__
         raise ValueError(
             f"left padding is not available: the forward of {plain} does not name position_ids,"

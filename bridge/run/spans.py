@@ -296,7 +296,7 @@ def spans_of(tokenizer: PreTrainedTokenizerBase, chat: Chat, answer: str | None 
     if answer is not None and not is_prompted(chat):
         raise ValueError("the chat ends with an answer already: leave answer= out")
 
-    render = partial(rendered, tokenizer)
+    render = partial(_rendered, tokenizer)
     text = render(chat, is_prompted(chat))
     located = _located(render, text, chat)
     segments = list(_segments(render, text, chat, located))
@@ -334,7 +334,7 @@ def check_has_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: bool) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: bool) -> str:
     """Return a chat as text.
 
     Args:
@@ -372,7 +372,7 @@ def _with_field(message: Message, name: str, text: str) -> Message:
     return {**message, name: text}
 
 
-def _pieces(message: Message) -> Iterator[_Piece]:
+def pieces_of(message: Message) -> Iterator[_Piece]:
     """Yield the texts of a message, in its fields and in the parts of its content."""
     for name in _THOUGHTS:
         if isinstance(message.get(name), str):
@@ -456,7 +456,7 @@ def _located(render: Callable[[Chat, bool], str], text: str, chat: Chat) -> list
     mark = next(chr(code) for code in count(0xE000) if chr(code) not in text)
     located: list[_Located] = []
     for turn, message in enumerate(chat):
-        for piece in _pieces(message):
+        for piece in pieces_of(message):
             if not piece.text:
                 continue
             marked = [*chat[:turn], piece.marked(mark), *chat[turn + 1 :]]

@@ -17,7 +17,7 @@ from adapters.config import ModelConfig
 from adapters.points import token_embedding
 from bridge.arguments import CannotBeDoneError, listed
 from bridge.modules import TokenEmbedding
-from bridge.run.spans import Chat, chat_ids, is_chat
+from bridge.run.spans import Chat, chat_ids, is_chat, pieces_of
 
 # --------------------------------------------------------------------------------------------------
 # Checks of a run's input before anything runs, with errors that say what would work.
@@ -452,11 +452,9 @@ def _unknown_words(facts: TokenizerFacts, text: Text, ids: list[int]) -> list[st
     if isinstance(text, str):
         return facts.unknown_words(text, ids)
     unknown: list[str] = []
-    for message in text:
-        content = message.get("content")
-        if isinstance(content, str):
-            inner = facts.tokenizer(content, add_special_tokens=False)["input_ids"]
-            unknown += facts.unknown_words(content, inner)
+    for piece in (piece.text for message in text for piece in pieces_of(message)):
+        inner = facts.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        unknown += facts.unknown_words(piece, inner)
     return unknown
 
 

@@ -192,6 +192,12 @@ def test_unknown_words_of_a_chat_are_named():
     for run in (bridge.to_tokens, bridge, bridge.to_str_tokens):
         with pytest.warns(UnknownWordWarning, match="does not know .*' Obama'"):
             run(chat)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Mary and Obama"}]}]
+    bridge.tokenizer.chat_template = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    with pytest.warns(UnknownWordWarning, match="does not know .*' Obama'"):
+        bridge.to_tokens(parts)
 
 
 def test_an_unknown_token_that_is_asked_for_is_no_mistake():
