@@ -565,14 +565,14 @@ class SenderOutputs:
         parts: ``[sender, batch, pos, d_model]``. A head's output excludes the output projection's
             bias. If a norm follows attention, the output is the normalised share of the head, with
             a frozen scale.
-        logits: ``[batch, pos, d_vocab]``.
+        logits: ``[batch, logit_pos, d_vocab]``, the positions that `logits_to_keep` keeps.
         end: the residual stream after the last block, ``[batch, pos, d_model]``.
         activations: by hook point, each layer's total attention output, ``[batch, pos, d_model]``,
             and the other requested activations.
     """
 
     parts: Float[Tensor, "sender batch pos d_model"]
-    logits: Float[Tensor, "batch pos d_vocab"]
+    logits: Float[Tensor, "batch logit_pos d_vocab"]
     end: Float[Tensor, "batch pos d_model"]
     activations: Mapping[str, Tensor]
 
