@@ -244,6 +244,7 @@ class Point:
         n_heads: for a point inside attention, the number of heads shown, even if the kernel repeats
             or packs them.
         flag: for a heavy point, the ``cfg.use_*`` field that includes it in an unfiltered cache.
+        declared: whether an adapter declares it; False: a user added it (a basis, `bridge.at`).
     """
 
     name: str
@@ -259,6 +260,7 @@ class Point:
     stack: str = "blocks"
     flag: str | None = None
     n_heads: int | None = None
+    declared: bool = True
 
 
 class MoreOfPoint(TypedDict, total=False):

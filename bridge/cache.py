@@ -30,6 +30,7 @@ from adapters.views.values import fingerprints, is_readable
 from bridge.analysis.analysis import Index, MissingActivationsError, Plain, pick, plain
 from bridge.analysis.residual import ResidualMethods
 from bridge.arguments import refuse_wrong_types, shown, without_batch_axis
+from bridge.hooks.context import NamedPoint
 from bridge.hooks.names import act_name, suggestion
 from bridge.hooks.parts import KeptHeads, entries_of, picked
 from bridge.hooks.studied_bridge import StudiedBridge
@@ -371,9 +372,11 @@ class ActivationCache(ResidualMethods):
                 return True
             if self._model is not None and key in self._model.hook_dict:
                 return False
-        return isinstance(key, str | tuple) and self._canonical(key) in self._values
+        if not isinstance(key, str | tuple | NamedPoint):
+            return False
+        return self._canonical(key) in self._values
 
-    def __getitem__(self, key: str | tuple[Any, ...]) -> Tensor:
+    def __getitem__(self, key: str | tuple[Any, ...] | NamedPoint) -> Tensor:
         name = key if type(key) is str and key in self._values else self._canonical(key)
         value = self._values.get(name)
         if isinstance(value, Deferred):
@@ -504,7 +507,9 @@ class ActivationCache(ResidualMethods):
             choices[numbers[0]] = what, _without_tuple(what, index)
         return choices
 
-    def _canonical(self, key: str | tuple[Any, ...]) -> str:
+    def _canonical(self, key: str | tuple[Any, ...] | NamedPoint) -> str:
+        if isinstance(key, NamedPoint):
+            return key.name
         if not isinstance(key, str | tuple) or not key:
             raise TypeError(
                 f"the key is {shown(key)}; it must be a name, such as 'blocks.0.hook_resid_pre', or"

@@ -77,10 +77,13 @@ class Report:
     Attributes:
         model: the model's name.
         checks: the checks, in the order in which they were made.
+        not_verified: the hook points about which nothing is declared, because `bridge.at` added
+            them.
     """
 
     model: str
     checks: list[Check] = field(default_factory=list)
+    not_verified: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -114,6 +117,8 @@ class Report:
             result = "FAIL" if not check.passed else "part" if check.refused else "ok  "
             detail = "; ".join(filter(None, (check.detail, listed("refused: ", check.refused))))
             lines.append(f"  {result}  {check.name:<{width}}  {detail}".rstrip())
+        if self.not_verified:
+            lines.append(f"  not verified: {', '.join(self.not_verified)}")
         return "\n".join(lines)
 
 
@@ -718,6 +723,13 @@ def blocks_of(bridge: Bridge, stack: Stack) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
+def claimed_points(bridge: Bridge) -> list[str]:
+    """Return the hook points that can be verified: all but those of `bridge.at`, about which
+    nothing is declared.
+    """
+    return [name for name, hook in bridge.hook_dict.items() if hook.point.declared]
+
+
 def light_points(bridge: Bridge) -> list[str]:
     """Return the hook points whose activations fit in memory together: no stream per head, no state
     per position.
@@ -725,7 +737,7 @@ def light_points(bridge: Bridge) -> list[str]:
     return [
         name
         for name, hook in bridge.hook_dict.items()
-        if hook.point.group != "heavy" and hook.point.site.key != "state"
+        if hook.point.group != "heavy" and hook.point.site.key != "state" and hook.point.declared
     ]
 
 

@@ -32,6 +32,7 @@ from adapters.proofs.evidence import (
     Hook,
     LayerStep,
     NamedHook,
+    claimed_points,
     few_logits,
     few_tokens,
     largest,
@@ -88,7 +89,7 @@ class Mechanics:
         self.more = more
         self.tolerance = tolerance
         self.hooks_before = self.count_hooks()
-        self.names = list(bridge.hook_dict)
+        self.names = claimed_points(bridge)
         #: Hook points that the bridge refuses to show, and why.
         self.refused: dict[str, str] = {}
         #: Hook points inside of experts that received none of these tokens.
@@ -145,7 +146,7 @@ class Mechanics:
         """Run the checks that a full verification needs and a search for valid hook points
         skips.
         """
-        self.names = list(self.bridge.hook_dict)
+        self.names = claimed_points(self.bridge)
         return self._all(
             self.unhooked,
             self.z_through_w_o,

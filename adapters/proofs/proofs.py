@@ -64,6 +64,7 @@ from adapters.proofs.evidence import (
     Findings,
     Hook,
     Report,
+    claimed_points,
     few_tokens,
     named_at,
     places_of,
@@ -221,7 +222,9 @@ def _report(
         tokens, more = some_tokens(bridge, 2, 5 if level == "declared" else 9, inputs=inputs)
     else:
         tokens, more = with_required(bridge, _savable(tokens.to(bridge.cfg.device)), inputs)
-    report = Report(bridge.cfg.model_name)
+    claimed = {*claimed_points(bridge)}
+    unclaimed = tuple(name for name in bridge.hook_dict if name not in claimed)
+    report = Report(bridge.cfg.model_name, not_verified=unclaimed)
     presence = prove_modules(bridge.original_model, places_of(bridge))
     if not presence.passed:  # nothing else can be checked
         report.checks.append(presence)
@@ -330,7 +333,7 @@ def _prove_gradients(
     run = some_tokens(subject, rows, _length(subject, "full"), 1, inputs)
     findings.attempt(COLUMNS, lambda: prove_projections(with_graph(subject, *run), findings))
     run = some_tokens(subject, 2, 5, 3, inputs)
-    names = [name for name in subject.hook_dict if name not in refused]
+    names = [name for name in claimed_points(subject) if name not in refused]
     slopes = Slopes(subject, names, run, findings, step)
     findings.attempt(SLOPES, slopes.prove)
 
@@ -528,7 +531,7 @@ class Proof:
                 checks = self.mechanics.promised()
                 if any(check.wrong for check in self._slopes):  # test the rest as `verify` does
                     inputs = some_tokens(self.bridge, 2, 5, 3, self._inputs)
-                    self._moved(list(self.bridge.hook_dict), inputs)
+                    self._moved(claimed_points(self.bridge), inputs)
             checks += _proofs(self.mechanics, "inferred", self._inputs)
         reasons: dict[str, str] = {}
         for check in (*checks, *self._slopes):

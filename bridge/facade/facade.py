@@ -365,7 +365,8 @@ class WrappedModel(nn.Module, RunnableBridge):
         return self._declaration(identity_of(self.original_model, built()))
 
     def _declaration(self, of: Identity) -> Declaration:
-        points = "" if self.layout else points_of(self.hook_dict)
+        declared = [name for name, hook in self.hook_dict.items() if hook.point.declared]
+        points = "" if self.layout else points_of(declared)
         return Declaration(
             self.architecture, of, self._inferred, points, self.not_offered, self.no_layer_runs
         )

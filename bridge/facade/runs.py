@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adapters.points import Border
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.arguments import check_choice, check_positive
@@ -37,6 +38,7 @@ from bridge.run.run import (
 )
 from bridge.run.spans import is_chat
 from bridge.run.tokenization import Texts
+from bridge.wiring.submodules import name_at, place_of
 
 
 class RunMethods(HookMethods):
@@ -849,6 +851,63 @@ class RunMethods(HookMethods):
                 _, cache = self.run_with_cache(input, names_filter=names, **forward_kwargs)
         with self.hooks(fwd_hooks=[(hook, _held(cache[hook.name])) for hook in points]):
             yield cache
+
+    def at(
+        self,
+        path: str,
+        border: Border = "output",
+        key: int | str | None = None,
+        *,
+        axes: str | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> HookPoint:
+        """Return a hook point at any module of the model, by the module's path.
+
+        It shows the input or output as the module has it, and can be used like any other hook
+        point: in filters, hooks, caches, traces, operations, patching and programs. Its meaning is
+        not verified, and an unfiltered cache excludes it. It costs nothing without listeners. A
+        second call returns the same hook point; a copy of the bridge does not have it. The call
+        runs the model once, on three rows of eleven tokens, to find the point's place in the order
+        of the computation, and which axes are rows and positions.
+
+        Args:
+            path: a path in `original_model.named_modules()`, such as ``model.layers.1.mlp.act_fn``.
+                If the module runs several times in a pass, add the number of the call: ``PATH@0``.
+            border: ``"output"`` or ``"input"``.
+            key: for an input, the name of the argument (None: the first tensor); for an output,
+                the index in a tuple (None: the output itself, or the first element).
+            axes: the names of the tensor's axes, such as ``"batch pos d"``; operations find rows
+                and positions by ``batch`` and ``pos``. None: found by their sizes in that run; rows
+                ``(batch pos) d`` are then shown as ``batch pos d``.
+            inputs: images or sound for the run, if the model needs some and they cannot be
+                generated.
+
+        Returns:
+            The hook point, with the name ``PATH.hook_out`` or ``PATH.hook_in``, and the key after
+            it.
+
+        Raises:
+            ValueError: there is no such module; it does not run, runs several times, or has no such
+                tensor; `axes` does not fit its shape; the model is spread over processes.
+
+        Example:
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> point = bridge.at("model.layers.1.mlp.act_fn")
+            >>> point
+            HookPoint(model.layers.1.mlp.act_fn.hook_out: [batch pos d])
+            >>> _, cache = bridge.run_with_cache("Mary and John", names_filter=point)
+            >>> cache[point].shape
+            torch.Size([1, 4, 512])
+        """
+        check_choice("border", border, ("output", "input"))
+        name = name_at(path, border, key)
+        if name not in self.hook_dict:
+            place = place_of(self.wiring, path, border, key, axes, inputs)
+            hook = self.makes_points(place.point, 0, self.wiring)
+            self.wiring.insert(hook, place.behind)
+            self._names_changed()
+        return self._hook(name)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the model, and the bases added to it.

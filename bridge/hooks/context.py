@@ -271,8 +271,8 @@ class ForwardPass(PassMemory):
         outside: the generation in one of whose hooks that call was made, if any.
         frame: the frame of that call.
         sources: the tensors at sites that other hook points need, with the modules called there.
-        separate: the copies for separate readers of a norm, by reader (see
-            `Point.separate_consumers`).
+        separate: the copies for separate readers of a norm, by reader, each with the tensor with
+            which the model continued (see `Point.separate_consumers`).
         start_at: the first block that runs; points before it stay silent.
         skipped: the blocks that are skipped.
         embeddings: the module of the token embeddings, and the replacement of its output; None: no
@@ -320,7 +320,7 @@ class ForwardPass(PassMemory):
         self.start_at: int | None = None
         self.skipped: frozenset[nn.Module] = frozenset()
         self.sources: dict[SourceSite, tuple[nn.Module, Tensor]] = {}
-        self.separate: dict[str, Tensor] = {}
+        self.separate: dict[str, tuple[Tensor, Tensor]] = {}
         self.entering: dict[nn.Module, object] = {}
         self.fronts: dict[object, Any] = {}
         self.embeddings: tuple[nn.Module, Tensor] | None = None

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from adapters.imports import checkpointing_method
 from adapters.points import Site, call_number, core_path, module_path
 from adapters.views import Args, Call, Kwargs
-from adapters.views.values import is_readable
+from adapters.views.values import is_readable, same_bits
 from adapters.views.views import NO_CALL
 from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
 from bridge.hooks.hooks import HookPoint, keeps_values, wants_gradients
@@ -454,16 +454,37 @@ def read_separately(
     arrive in the same order.
     """
     copies = {reader: compute() for reader in readers}
-    run.separate.update(copies)
-    return copies[readers[0]]
+    first = copies[readers[0]]
+    run.separate.update({reader: (copy, first) for reader, copy in copies.items()})
+    return first
+
+
+def _is_same(x: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same numbers, possibly in another shape."""
+    if x.numel() != other.numel() or x.dtype != other.dtype:
+        return False
+    return same_bits(x.reshape(other.shape), other)
 
 
 def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, call: Call) -> Tensor:
-    """Pass a reader its copy, at its projection's input or for its part of a fused projection."""
-    entered = run.separate.pop(reader.name, None)
-    if entered is None:
+    """Pass a reader its copy, at its projection's input or for its part of a fused projection.
+
+    Raises:
+        RuntimeError: the model did not continue with the copies, so a change would be lost.
+    """
+    entered, first = run.separate.pop(reader.name, (None, None))
+    if entered is None or first is None:
         return x
-    if site.kind == "input":
+    is_input = site.kind == "input"
+    read = x if is_input else argument(call.module, call.args, call.kwargs, None)[0]
+    if read is not first and not _is_same(read, first):
+        raise RuntimeError(
+            f"gradients are requested at the norm that {reader.name} reads, so it gets its own copy"
+            " of the norm's output; but a torch hook, or the model, changes this output in"
+            " between, and the change would be lost. Request these gradients in a run without the"
+            " torch hook"
+        )
+    if is_input:
         return entered
     return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
 

@@ -156,8 +156,10 @@ class Wiring(AttachesListeners):
         self._homes[hook] = SiteHook(hook.point.site)
         self._clear_caches()
 
-    def insert(self, hook: HookPoint, behind: HookPoint) -> None:
-        """Register a hook point directly after another one and that one's followers."""
+    def insert(self, hook: HookPoint, behind: HookPoint | None) -> None:
+        """Register a hook point directly after another one and that one's followers; None: before
+        all others.
+        """
         with self.lock:
             self.place(hook)
             order_behind(self.points, hook, behind)
@@ -265,7 +267,8 @@ class Wiring(AttachesListeners):
         with self.lock:
             declared = point.point
             edits = listener.kind != "read"
-            if edits and (declared.separate_consumers or declared.flag is not None):
+            separates = declared.separate_consumers or declared.flag is not None
+            if edits and (separates or not declared.declared):
                 in_block = partial(self._points_in_block, declared.stack, declared.depth)
                 check_clash(point, listener, in_block)
             if not point.listeners:
@@ -556,8 +559,9 @@ def check_clash(
 
     Raises:
         ValueError: gradients are requested at the norm that all heads share, in a run in which
-            heads have separate inputs.
+            heads have separate inputs, or with hooks at a module between the two.
     """
+    check_between(point, listener, in_block)
     takes_gradients = bool(point.point.separate_consumers) and listener.kind in _GRADIENT_KINDS
     if not (takes_gradients or _separates_inputs(point)):
         return
@@ -577,6 +581,39 @@ def check_clash(
                 )
 
 
+def check_between(
+    point: HookPoint, listener: Listener, in_block: Callable[[], Iterable[HookPoint]]
+) -> None:
+    """Reject gradients at a norm that is read separately (see `Point.separate_consumers`), in a run
+    with hooks at a module between the norm and its readers: copies would pass by these hooks.
+
+    Args:
+        point, listener, in_block: as for `check_clash`.
+
+    Raises:
+        ValueError: one run would have both.
+    """
+    visible = CURRENT.get().visible
+    for other in in_block():
+        norm, between = (other, point) if other.point.separate_consumers else (point, other)
+        readers = [hook for hook in in_block() if hook.name in norm.point.separate_consumers]
+        last = max((hook.order for hook in readers), default=norm.order)
+        if between.point.declared or not norm.order < between.order < last:
+            continue
+        kinds = _GRADIENT_KINDS if other is norm else _EDITING_KINDS
+        own_kinds = _EDITING_KINDS if other is norm else _GRADIENT_KINDS
+        clashes = any(
+            x.kind in kinds and (x.scope is listener.scope or x.scope in visible)
+            for x in other.listeners
+        )
+        if clashes and listener.kind in own_kinds:
+            raise ValueError(
+                f"{point.name} and {other.name} cannot be used together: with gradients at"
+                f" {norm.name}, queries, keys and values each read their own copy of it, which"
+                f" passes by {between.name}. Use two runs"
+            )
+
+
 def _separates_inputs(point: HookPoint) -> bool:
     """Tell whether hooks at a point give each head a separate input."""
     flag = point.point.flag
@@ -588,7 +625,7 @@ def _separates_inputs(point: HookPoint) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint) -> None:
+def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoint | None) -> None:
     """Move a hook point directly after another one and its followers, and renumber all of them.
 
     It goes before points that receive another point's result, unless it is one of these itself,
@@ -597,14 +634,14 @@ def order_behind(points: dict[str, HookPoint], hook: HookPoint, behind: HookPoin
     Args:
         points: the hook points by name, in their order; changed in place.
         hook: the point to move.
-        behind: the point after which to put it.
+        behind: the point after which to put it; None: before all others.
     """
     in_order = [point for point in points.values() if point is not hook]
     followers = {follower.name for point in in_order for follower in point.point.linked}
     before = () if hook.name in followers else followers
-    index = in_order.index(behind) + 1
+    index = 0 if behind is None else in_order.index(behind) + 1
     for point in in_order[index:]:
-        if not point.name.startswith(f"{behind.name}.") or point.name in before:
+        if behind is None or not point.name.startswith(f"{behind.name}.") or point.name in before:
             break
         index += 1
     in_order.insert(index, hook)
