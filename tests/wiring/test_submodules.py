@@ -191,11 +191,15 @@ def test_tensors_of_an_output_are_named_by_their_index() -> None:
         (("model.layers.9",), "model.layers has 0, 1, 2, 3"),
         (("model.layers",), "does not run"),
         (("",), "has model, lm_head"),
+        (("config",), "has model, lm_head"),
         ((ACTIVATION, "middle"), "must be 'output' or 'input'"),
-        ((ACTIVATION, "input", "scale"), "called without scale"),
-        ((ACTIVATION, "output", 1), "returns one tensor"),
-        (("model.rotary_emb", "output", 7), "has no element 7"),
-        (("model.layers.0.self_attn", "input", "position_embeddings"), "is a tuple of 2"),
+        ((ACTIVATION, "input", "scale"), "is called with a Tensor: key='scale'"),
+        ((ACTIVATION, "output", 1), "returns a Tensor: key=1 is no tensor"),
+        (("model.rotary_emb", "output", 7), "returns a tuple of 2: key=7"),
+        (
+            ("model.layers.0.self_attn", "input", "position_embeddings"),
+            "position_embeddings .a tuple",
+        ),
     ],
 )
 def test_what_has_no_tensor_is_refused(arguments: tuple[Any, ...], message: str) -> None:
