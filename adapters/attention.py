@@ -32,8 +32,8 @@ from adapters.views import (
     SinkScores,
     View,
     columns,
+    refuse_other_hooks,
 )
-from adapters.views.values import is_readable
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ class _PerHeadInput(Derived):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.part is None:
             return x
+        refuse_other_hooks(x, call.module, call.input, call)
         # `forward`, not a call: hook points on the norm then see only the model's own computation.
         # The memory layout is head by head, as the projection reads it, so that neither it nor its
         # gradient makes copies.
@@ -141,28 +142,9 @@ class _HeadResults(Derived):
         total = new.sum(-2)
         if self.factor != 1:
             total = total / self.factor
-        self.refuse_other_hooks(x, call)
+        refuse_other_hooks(x, call.module, call.input, call)
         bias = bias_of(call.module, call.input, call.told)
         return (total + bias).to(x.dtype)
-
-    def refuse_other_hooks(self, x: Tensor, call: Call) -> None:
-        """Reject an edit where a torch hook on the output projection changes its output, which
-        would be lost.
-
-        Raises:
-            RuntimeError: one does.
-        """
-        if not call.module._forward_hooks or not is_readable(x):
-            return
-        with torch.no_grad():
-            own = call.module.forward(call.input, **call.told)
-        off = (own.reshape(x.shape) - x).abs().max()
-        if off > 1e3 * torch.finfo(x.dtype).eps * x.abs().max():
-            raise RuntimeError(
-                "an edit of hook_result writes the output of the output projection anew, and a"
-                f" torch hook on this {type(call.module).__name__} changes it: remove that hook, or"
-                " edit attn.hook_z"
-            )
 
 
 def heads_in_columns(view: View | None) -> int | None:

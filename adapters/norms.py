@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from adapters.linear import materialized
 from adapters.points import MoreOfPoint, Point, PointList, Site
 from adapters.tuners import working_norm
-from adapters.views import Call, Composed, Copied, Derived, View
+from adapters.views import Call, Composed, Copied, Derived, View, refuse_other_hooks
 from adapters.views.values import is_readable
 
 
@@ -309,8 +309,9 @@ class NormScale(_NormView):
         return self.scale(call)
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
-        call.scratch["scale"] = new
         module, entered = self.norm(call)
+        refuse_other_hooks(x, module, entered, call)
+        call.scratch["scale"] = new
         return self.kind.behind(self.kind.around(entered) / new, module, x.dtype)
 
 
@@ -344,7 +345,8 @@ class NormNormalized(_NormView):
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
         if self.kind.centered:
             return new
-        module, _ = self.norm(call)
+        module, entered = self.norm(call)
+        refuse_other_hooks(x, module, entered, call)
         return self.kind.behind(new, module, x.dtype)
 
 
@@ -382,8 +384,9 @@ class SharedNormInput(Derived):
         return entered.view_as(entered) if entered.requires_grad else entered
 
     def put(self, x: Tensor, new: Tensor, call: Call) -> Tensor:
+        norm, entered = call.sources[0]
+        refuse_other_hooks(x, norm, entered, call)
         call.scratch["entered"] = new
-        norm, _ = call.sources[0]
         return norm.forward(new)
 
 

@@ -15,7 +15,7 @@ from adapters.imports import checkpointing_method
 from adapters.points import Site, call_number, core_path, module_path
 from adapters.views import Args, Call, Kwargs
 from adapters.views.values import is_readable, same_bits
-from adapters.views.views import NO_CALL
+from adapters.views.views import NO_CALL, refuse_other_hooks
 from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
 from bridge.hooks.hooks import HookPoint, keeps_values, wants_gradients
 from bridge.modules import Finder, NotCopied, argument, element_of, with_argument, with_element
@@ -486,6 +486,7 @@ def give_own_copy(reader: HookPoint, site: Site, run: ForwardPass, x: Tensor, ca
         )
     if is_input:
         return entered
+    refuse_other_hooks(x, call.module, call.input, call)
     return reader.view.put(x, reader.view.get(call.module.forward(entered), call), call)
 
 
