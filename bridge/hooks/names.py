@@ -208,7 +208,7 @@ def _names_read(code: types.CodeType) -> tuple[str, ...] | None:
 
 
 #: A selection of hook points: None (all), a name, several names, or a function of the name.
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+NamesFilter = str | Sequence[str | HookPoint] | Callable[[str], bool] | None
 
 
 class UnknownHookError(KeyError):
@@ -401,6 +401,19 @@ class Names:
             known = self._remembered[on] = len(self.points), tuple(chosen)
         return list(known[1])
 
+    def _known(self, name: str | HookPoint) -> HookPoint:
+        """Return the hook point of a name, or the hook point itself.
+
+        Raises:
+            UnknownHookError: there is none.
+            ValueError: it belongs to another bridge, or was removed.
+        """
+        if isinstance(name, str):
+            return self.find(name)
+        if self.points.get(name.name) is not name:
+            raise ValueError(f"{name!r} belongs to another bridge, or was removed")
+        return name
+
     def select(self, names: NamesFilter, is_on: Callable[[str], bool]) -> list[HookPoint]:
         """Return the hook points that a filter selects, in the order of the computation.
 
@@ -422,13 +435,15 @@ class Names:
             return self._accepted(names)
         if isinstance(names, Sequence):
             for name in names:
-                if not isinstance(name, str):
-                    raise TypeError(f"a list of names holds {name!r}, which is no string")
+                if not isinstance(name, str | HookPoint):
+                    raise TypeError(
+                        f"a list of names holds {name!r}, which is neither a name nor a hook point"
+                    )
             if not names:
                 raise ValueError(
                     "the list of names is empty: it would choose no hook point; pass None for all"
                 )
-            return sorted({self.find(name) for name in names}, key=lambda hook: hook.order)
+            return sorted(set(map(self._known, names)), key=lambda hook: hook.order)
         raise TypeError(
             f"names_filter is {type(names).__name__}; it must be a name, a list of names, a"
             " function, or None"

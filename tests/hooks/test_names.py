@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge import HookPoint, UnknownHookError, act_name
+from bridge import HookPoint, TransformerBridge, UnknownHookError, act_name
 
 
 def test_every_alias_means_the_same_everywhere(bridge, tokens):
@@ -153,3 +153,15 @@ def test_a_name_without_the_layer_is_told_how_to_choose_all_layers(bridge, token
     assert len(cache) == 3  # the advice works
     with pytest.raises(UnknownHookError, match="A name says the layer"):
         bridge.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: x)])
+
+
+def test_lists_of_names_hold_hook_points_too() -> None:
+    bridge, other = TransformerBridge.boot_embedded(), TransformerBridge.boot_embedded()
+    point = bridge.blocks[1].hook_resid_post
+    names = ["blocks.0.hook_resid_pre", point]
+    _, cache = bridge.run_with_cache("Mary and", names_filter=names)
+    assert list(cache) == ["blocks.0.hook_resid_pre", point.name]
+    assert point in cache
+    assert torch.equal(cache[point], cache[point.name])
+    with pytest.raises(ValueError, match="belongs to another bridge"):
+        other.run_with_cache("Mary and", names_filter=names)

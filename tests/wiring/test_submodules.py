@@ -257,13 +257,45 @@ def test_what_a_torch_hook_changes_behind_a_norm_is_not_lost(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_lora_layers_are_modules_too() -> None:
-    model = peft.get_peft_model(
-        tiny("llama"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+@pytest.mark.parametrize("rs", [False, True])
+@torch.no_grad()
+def test_loras_own_coordinates_are_those_of_its_first_matrix(rs: bool) -> None:
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4, use_rslora=rs
     )
+    model = peft.get_peft_model(tiny("llama"), config)
     bridge = TransformerBridge(model)
-    path = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
-    point = bridge.at(path)
-    off = bridge.run_with_hooks(TOKENS, fwd_hooks=[(point, Zero())])
-    on = bridge(TOKENS)
-    assert not torch.equal(on, off)
+    layers = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    points = {path: bridge.at(f"{path}.lora_A.default") for path in layers}
+    assert len(points) == 6
+
+    path = layers[0]
+    layer, point = model.get_submodule(path), points[path]
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=[point, bridge.at(path, "input")])
+    gain = cache[point] @ layer.lora_B["default"].weight.T * layer.scaling["default"]
+    entered = cache[f"{path}.hook_in"]
+    torch.testing.assert_close(layer(entered) - layer.base_layer(entered), gain, atol=1e-6, rtol=0)
+
+    one = bridge.run_with_hooks(TOKENS, fwd_hooks=[(point, Zero())])
+    scaling, layer.scaling["default"] = layer.scaling["default"], 0.0
+    torch.testing.assert_close(one, bridge(TOKENS), atol=1e-6, rtol=0)
+    layer.scaling["default"] = scaling
+    off = bridge.run_with_hooks(TOKENS, fwd_hooks=[(x, Zero()) for x in points.values()])
+    with model.disable_adapter():
+        assert torch.equal(off, bridge(TOKENS))
+    assert not torch.equal(off, bridge(TOKENS))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_lora_that_is_not_computed_apart_has_no_coordinates() -> None:
+    for how in ("dora", "merged"):
+        config = peft.LoraConfig(
+            target_modules=["q_proj"], init_lora_weights=False, use_dora=how == "dora"
+        )
+        model = peft.get_peft_model(tiny("llama"), config)
+        if how == "merged":
+            model.merge_adapter()
+        path = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default"
+        message = "runs 2 times" if how == "dora" else "does not run"
+        with pytest.raises(ValueError, match=message):
+            TransformerBridge(model).at(path)
