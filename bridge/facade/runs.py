@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -35,6 +36,7 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
+from bridge.run.rules import Rules, ruled
 from bridge.run.spans import is_chat
 from bridge.run.tokenization import Texts
 
@@ -790,6 +792,38 @@ class RunMethods(HookMethods):
         for layer, later_view in writes:
             rest = later_view.unexplained(rest, cache[layer.name])
         return rest
+
+    @contextmanager
+    def rules(self, rules: str | Rules | None = None, **changes: Any) -> Iterator[Self]:
+        """Apply gradient rules to all runs that start inside a ``with`` statement. Every value of
+        their forward pass is the same, and gradients are those of the rules, also if they are
+        taken later. Scope: as for `hooks`.
+
+        Args:
+            rules: ``"gim"``, ``"relp"``, ``"attnlrp"`` (see `Rules.named`), or a `Rules`; None:
+                only `changes`.
+            changes: fields of `Rules` that differ from it: ``norms="held"``, ``softmax=2.0``.
+
+        Yields:
+            The bridge.
+
+        Raises:
+            ValueError: the model lacks a hook point that a rule needs, or rules are open already.
+            TypeError: an unknown field.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> with bridge.rules(norms="held", softmax=2.0, q=0.25, k=0.25, v=0.5):
+            ...     loss = bridge("Mary and John", return_type="loss")
+            >>> torch.equal(loss, bridge("Mary and John", return_type="loss"))
+            True
+        """
+        declared = Rules() if rules is None else rules
+        declared = Rules.named(declared) if isinstance(declared, str) else declared
+        with ruled(self, replace(declared, **changes)):
+            yield self
 
     @contextmanager
     def linearised(

@@ -28,7 +28,7 @@ from adapters.observe.observe import SOFTMAXES, Function, SeesAttention
 from adapters.views import Args, Call, Kwargs
 from adapters.views.heads import KernelArguments
 from bridge.hooks.context import CURRENT, Listener, setting
-from bridge.hooks.hooks import HookPoint
+from bridge.hooks.hooks import HookPoint, with_gradient_of
 from bridge.hooks.parts import Part, Touched, TouchesPart, index_on, put_back, within
 from bridge.hooks.recomputation import refuse_unknown_recomputation
 from bridge.taps.attention_call import (
@@ -100,6 +100,11 @@ class ObservedAttentionCall(TappedCall):
         deferred.
         """
         raise NotImplementedError
+
+    @property
+    def keeps_values(self) -> bool:
+        """Tell whether no listener changes the values of scores and pattern, only gradients."""
+        return False
 
     def touched(self, attention: AttentionCall) -> Touched | None:
         """Return the heads and queries that listeners of scores and pattern touch; None: all."""
@@ -280,7 +285,7 @@ class AttentionWatch(SeesAttention):
             return arguments.of(kernel)
         parts, patterns = self._patterns
         if patterns and not parts:
-            return attention.result(patterns[0])
+            return self._result(attention, patterns[0], lambda: arguments.of(kernel))
         if len(patterns) != len(parts):
             raise RuntimeError(
                 f"{type(self.shown.module).__name__} attends twice with the same queries and keys,"
@@ -352,7 +357,7 @@ class AttentionWatch(SeesAttention):
         if touched is None:
             pattern = show_scores_and_pattern(self.shown, attention)
             self._patterns = [], [pattern]
-            return attention.result(pattern)
+            return self._result(attention, pattern, run)
         shape, dtype = score_shape(attention), attention.query.dtype
         parts = touched.parts(shape, dtype, whole_queries=torch.is_grad_enabled())
         patterns: Iterable[Tensor] = (
@@ -365,6 +370,17 @@ class AttentionWatch(SeesAttention):
             patterns = list(patterns)
             self._patterns = parts, patterns
         return self._insert_patterns(attention, parts, patterns, run)
+
+    def _result(
+        self, attention: AttentionCall, pattern: Tensor, run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the result for a pattern: with the kernel's values, if only gradients differ."""
+        result = attention.result(pattern)
+        if not self.shown.keeps_values or attention.dropout:
+            return result
+        with torch.no_grad():
+            values = run()
+        return with_gradient_of(values, result)
 
     @staticmethod
     def _insert_patterns(
@@ -444,7 +460,7 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         """Tell whether no listener changes scores or pattern. If so, show the deferred
         activation, or the tensor if it cannot be deferred.
         """
-        listening = [(point, point.visible_listeners()) for point in self.active_points(_INSIDE)]
+        listening = [(point, self._listeners_at(point)) for point in self.active_points(_INSIDE)]
         for point, listeners in listening:
             if point.sources or any(listener.kind != "read" for listener in listeners):
                 return False
@@ -468,6 +484,18 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(view.get(shown, self.call), hook=point)
         return True
+
+    @staticmethod
+    def _listeners_at(point: HookPoint) -> list[Listener]:
+        """Return the listeners at a hook point that concern this call: rules concern gradients."""
+        listeners = point.visible_listeners()
+        return [x for x in listeners if x.kind != "rule" or torch.is_grad_enabled()]
+
+    @property
+    def keeps_values(self) -> bool:
+        """Tell whether no listener changes the values of scores and pattern."""
+        points = self.active_points(_INSIDE)
+        return all(x.kind in ("read", "rule") for point in points for x in self._listeners_at(point))
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.
