@@ -27,6 +27,7 @@ from bridge.interventions.probes import FittedProbe, ProbeReading, probes_at, re
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.parts import call_part
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
+from bridge.run.rules import Rules, declared_rules, ruled
 from bridge.run.run import (
     check_specs,
     clear_all_contexts,
@@ -36,7 +37,6 @@ from bridge.run.run import (
     run_model,
     runs_some_layers,
 )
-from bridge.run.rules import Rules, ruled
 from bridge.run.spans import is_chat
 from bridge.run.tokenization import Texts
 
@@ -820,9 +820,7 @@ class RunMethods(HookMethods):
             >>> torch.equal(loss, bridge("Mary and John", return_type="loss"))
             True
         """
-        declared = Rules() if rules is None else rules
-        declared = Rules.named(declared) if isinstance(declared, str) else declared
-        with ruled(self, replace(declared, **changes)):
+        with ruled(self, replace(declared_rules(rules), **changes)):
             yield self
 
     @contextmanager

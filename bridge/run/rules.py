@@ -71,13 +71,12 @@ class Rules:
         for name in ("q", "k", "v", "gate"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be finite")
-        if isinstance(self.softmax, str) or self.softmax is None:
-            if self.softmax not in ("held", None):
-                raise ValueError(
-                    f'softmax is {self.softmax!r}; it must be "held", a temperature or None'
-                )
-        elif not 0 < self.softmax < math.inf:
-            raise ValueError(f"softmax is {self.softmax}; a temperature is positive and finite")
+        if self.softmax != "held" and not (
+            self.softmax is None or (self.temperature and 0 < self.temperature < math.inf)
+        ):
+            raise ValueError(
+                f'softmax is {self.softmax!r}; it must be "held", a temperature above 0, or None'
+            )
 
     @classmethod
     def named(cls, name: str) -> Rules:
@@ -106,6 +105,11 @@ class Rules:
         return _NAMED[name]
 
     @property
+    def temperature(self) -> float | None:
+        """Return the temperature of the softmax; None without one."""
+        return None if isinstance(self.softmax, str) else self.softmax
+
+    @property
     def changed(self) -> tuple[str, ...]:
         """Return the names of the rules that change gradients."""
         return tuple(x.name for x in fields(self) if getattr(self, x.name) != x.default)
@@ -117,6 +121,17 @@ _NAMED = {
     "relp": Rules(norms="held", softmax="held", activation="held", gate=0.5),
     "attnlrp": Rules(norms="held", q=0.25, k=0.25, v=0.5, activation="held", gate=0.5),
 }
+
+
+def declared_rules(rules: str | Rules | None) -> Rules:
+    """Return rules that are given by name, or as they are; None: rules that change nothing.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if rules is None:
+        return Rules()
+    return Rules.named(rules) if isinstance(rules, str) else rules
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,9 +270,10 @@ class _Placing:
         #: At most one rule at a point: several blocks may read the values of one of them.
         self.placed: dict[HookPoint, GradientRule] = {}
         base = bridge.original_model.get_submodule(base_path(bridge.original_model))
-        for stack in bridge.architecture.stacks if self.changed else ():
+        for stack in bridge.architecture.stacks:
             own = f"{stack.name}_" if stack.one_of_two else ""
-            self.need_norm("embed.ln", stack.embedding.norm)
+            second = stack is not bridge.architecture.stack
+            self.need_norm(f"{own if second else ''}embed.ln", stack.embedding.norm)
             self.need_norm(f"{own}final_ln" if own else "ln_final", stack.final_norm)
             for index in range(len(stack.modules(base))):
                 block, name = stack.block_at(index), f"{stack.name}.{index}"
@@ -289,7 +305,7 @@ class _Placing:
         """Place the rules of one step, and check the names of its norms."""
         step, part, name = named.step, named.step.part, f"{block}.{named.name}"
         if isinstance(part, Mixer):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 - the model's part, no argument's type
                 f"the rule {self.rules.changed[0]!r} needs the hook points of attention and MLPs;"
                 f" {name} of {self.bridge.cfg.model_name} is neither"
             )
@@ -321,7 +337,7 @@ class _Placing:
     def place_softmax(self, name: str, part: Attention) -> None:
         """Place the rule of an attention's softmax."""
         scores = self.find("softmax", f"{name}.hook_attn_scores")
-        if not isinstance(self.rules.softmax, float | int):
+        if self.rules.temperature is None:
             self.placed[scores] = _Scaled(0.0)
             return
         if part.sinks:
@@ -332,13 +348,13 @@ class _Placing:
             )
         pattern = self.find("softmax", f"{name}.hook_pattern")
         self.placed[scores] = _Cut(pattern.name)
-        self.placed[pattern] = _Joint(pattern.name, partial(_tempered, float(self.rules.softmax)))
+        self.placed[pattern] = _Joint(pattern.name, partial(_tempered, self.rules.temperature))
 
     def place_neurons(self, name: str, part: MLP | MoE) -> None:
         """Place the rules of an MLP's activation function and of its gate."""
         rule = "activation" if "activation" in self.changed else "gate"
         if isinstance(part, MoE):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004 - the model's part, no argument's type
                 f"the rule {rule!r} needs {name}.hook_post, and {name} of"
                 f" {self.bridge.cfg.model_name} is a mixture of experts"
             )
@@ -383,6 +399,9 @@ def ruled(bridge: RunnableBridge, rules: Rules) -> Iterator[None]:
     Raises:
         ValueError: the model lacks a hook point of a rule, or other rules are open.
     """
+    if not rules.changed:
+        yield
+        return
     visible = CURRENT.get().visible
     for hook in bridge.hook_dict.values():
         if any(x.kind == "rule" and x.scope in visible for x in hook.listeners):

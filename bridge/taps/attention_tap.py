@@ -495,7 +495,9 @@ class _CallInRun(RunCall, ObservedAttentionCall):
     def keeps_values(self) -> bool:
         """Tell whether no listener changes the values of scores and pattern."""
         points = self.active_points(_INSIDE)
-        return all(x.kind in ("read", "rule") for point in points for x in self._listeners_at(point))
+        return all(
+            x.kind in ("read", "rule") for point in points for x in self._listeners_at(point)
+        )
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.
