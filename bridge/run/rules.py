@@ -46,6 +46,7 @@ class Rules:
         activation: ``"held"``: the gradient of an MLP's activation function ``f`` is ``f(x) / x``
             (0 at 0).
         gate: the factor of the gradients of both factors of a gated MLP's product.
+        mlps: ``"held"``: the outputs of MLPs have no gradient.
 
     Raises:
         ValueError: a value that is none of these, or not finite.
@@ -63,9 +64,10 @@ class Rules:
     v: float = 1.0
     activation: Literal["held"] | None = None
     gate: float = 1.0
+    mlps: Literal["held"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("norms", "activation"):
+        for name in ("norms", "activation", "mlps"):
             if getattr(self, name) not in ("held", None):
                 raise ValueError(f'{name} is {getattr(self, name)!r}; it must be "held" or None')
         for name in ("q", "k", "v", "gate"):
@@ -232,9 +234,9 @@ class _HeldNorm(nn.Module):
 
 def _tempered(temperature: float, pattern: Tensor, scores: Tensor) -> Tensor:
     """Return a softmax at a temperature, times the temperature; a fully masked row is constant."""
-    scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
-    softmax = (scores / temperature).softmax(-1, dtype=_precise(scores.dtype))
-    return (softmax * temperature).to(pattern.dtype)
+    dtype = _precise(scores.dtype)
+    cooled = (scores.to(dtype) / temperature).clamp(min=torch.finfo(dtype).min)
+    return (cooled.softmax(-1) * temperature).to(pattern.dtype)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -318,12 +320,13 @@ class _Placing:
             self.place_neurons(name, part)
         if isinstance(part, MLP):
             self.need_norm(f"{name}.ln", part.ln)
+        if isinstance(part, MLP | MoE) and "mlps" in self.changed:
+            self.placed[self.find("mlps", f"{block}.hook_{named.name}_out")] = _Scaled(0.0)
 
     def place_attention(self, name: str, part: Attention) -> None:
         """Place the rules of queries, keys, values and the softmax."""
         for letter in sorted(self.changed & {"q", "k", "v"}):
-            rotated = part.shows_rotated and letter != "v"
-            point = self.find(letter, f"{name}.hook_{'rot_' if rotated else ''}{letter}")
+            point = self.factor_of(letter, name, part, letter)
             self.placed[point] = _Scaled(getattr(self.rules, letter))
         for letter, projection in part.projections.items():
             self.need_norm(f"{name}.{letter}_norm", projection.norm)
@@ -334,12 +337,22 @@ class _Placing:
         if "softmax" in self.changed:
             self.place_softmax(name, part)
 
+    def factor_of(self, rule: str, name: str, part: Attention, letter: str) -> HookPoint:
+        """Return the hook point that all gradients of queries, keys or values pass once: the
+        projection's output, or, where it is not the whole factor, the factor of the product.
+        """
+        whole = letter == "v" or (letter in part.projections and not part.from_latents)
+        # The keys of another block are its own hook point, by an alias.
+        whole = whole or (letter == "k" and part.keys_of is not None)
+        return self.find(rule, f"{name}.hook_{'' if whole else 'rot_'}{letter}")
+
     def place_softmax(self, name: str, part: Attention) -> None:
         """Place the rule of an attention's softmax."""
-        scores = self.find("softmax", f"{name}.hook_attn_scores")
         if self.rules.temperature is None:
-            self.placed[scores] = _Scaled(0.0)
+            for letter in "qk":
+                self.placed[self.factor_of("softmax", name, part, letter)] = _Scaled(0.0)
             return
+        scores = self.find("softmax", f"{name}.hook_attn_scores")
         if part.sinks:
             raise ValueError(
                 f"the rule 'softmax' at a temperature needs every score, and {scores.name} of"
