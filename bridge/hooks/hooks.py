@@ -955,9 +955,11 @@ class GradientRule:
     Attributes:
         first: whether it comes before the other listeners, as at the output of a function; after
             them otherwise.
+        holds: whether the activation has no gradient.
     """
 
     first: bool = False
+    holds: bool = False
 
     def prepare(self, call: Call) -> None:
         """Prepare the call that the hook point's view reads."""

@@ -150,7 +150,7 @@ class _Scaled(GradientRule):
     """
 
     def __init__(self, factor: float, first: bool = False) -> None:
-        self.factor, self.first = factor, first
+        self.factor, self.first, self.holds = factor, first, factor == 0
 
     def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
         return act * self.factor if self.factor else act.detach()
@@ -326,7 +326,11 @@ class _Placing:
     def place_attention(self, name: str, part: Attention) -> None:
         """Place the rules of queries, keys, values and the softmax."""
         for letter in sorted(self.changed & {"q", "k", "v"}):
-            point = self.factor_of(letter, name, part, letter)
+            # All gradients of a factor pass the projection's output once, if it is the whole factor.
+            whole = letter == "v" or (letter in part.projections and not part.from_latents)
+            # The keys of another block are its own hook point, by an alias.
+            whole = whole or (letter == "k" and part.keys_of is not None)
+            point = self.find(letter, f"{name}.hook_{'' if whole else 'rot_'}{letter}")
             self.placed[point] = _Scaled(getattr(self.rules, letter))
         for letter, projection in part.projections.items():
             self.need_norm(f"{name}.{letter}_norm", projection.norm)
@@ -337,22 +341,12 @@ class _Placing:
         if "softmax" in self.changed:
             self.place_softmax(name, part)
 
-    def factor_of(self, rule: str, name: str, part: Attention, letter: str) -> HookPoint:
-        """Return the hook point that all gradients of queries, keys or values pass once: the
-        projection's output, or, where it is not the whole factor, the factor of the product.
-        """
-        whole = letter == "v" or (letter in part.projections and not part.from_latents)
-        # The keys of another block are its own hook point, by an alias.
-        whole = whole or (letter == "k" and part.keys_of is not None)
-        return self.find(rule, f"{name}.hook_{'' if whole else 'rot_'}{letter}")
-
     def place_softmax(self, name: str, part: Attention) -> None:
         """Place the rule of an attention's softmax."""
-        if self.rules.temperature is None:
-            for letter in "qk":
-                self.placed[self.factor_of("softmax", name, part, letter)] = _Scaled(0.0)
-            return
         scores = self.find("softmax", f"{name}.hook_attn_scores")
+        if self.rules.temperature is None:
+            self.placed[scores] = _Scaled(0.0)
+            return
         if part.sinks:
             raise ValueError(
                 f"the rule 'softmax' at a temperature needs every score, and {scores.name} of"

@@ -106,6 +106,10 @@ class ObservedAttentionCall(TappedCall):
         """Tell whether no listener changes the values of scores and pattern, only gradients."""
         return False
 
+    def holds(self, attention: AttentionCall) -> bool:
+        """Tell whether the only listeners are rules by which scores have no gradient."""
+        return False
+
     def touched(self, attention: AttentionCall) -> Touched | None:
         """Return the heads and queries that listeners of scores and pattern touch; None: all."""
         return None
@@ -280,7 +284,8 @@ class AttentionWatch(SeesAttention):
             return arguments.of(kernel)
         attention = AttentionCall.of_torch(arguments, self._n_heads(query))
         if not again:
-            return self._attend(attention, lambda: arguments.of(kernel))
+            run = lambda query, key: arguments._replace(query=query, key=key).of(kernel)
+            return self._attend(attention, run)
         if self._patterns is None:  # there are no editors
             return arguments.of(kernel)
         parts, patterns = self._patterns
@@ -314,7 +319,7 @@ class AttentionWatch(SeesAttention):
         """
         attention.query, attention.key = self.product(attention.query, attention.key)
         attention.n_heads = self._n_heads(attention.query)
-        return self._attend(attention, lambda: run(attention.query, attention.key))
+        return self._attend(attention, run)
 
     def _n_heads(self, query: Tensor, *more: str) -> int:
         """Return the number of query heads, taken from a hook point because a kernel may get them
@@ -346,11 +351,16 @@ class AttentionWatch(SeesAttention):
         """Return the layout of packed heads, with as many key heads as query heads."""
         return (-1, self._n_heads(query, "k")) if self._awaits(_PRODUCT) else None
 
-    def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
+    def _attend(
+        self, attention: AttentionCall, kernel: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Run the kernel, or compute it in full if a listener may change scores or pattern."""
+        run = lambda: kernel(attention.query, attention.key)
         if not self._awaits(_INSIDE):
             return run()
         self._seen.append(_INSIDE)
+        if self.shown.holds(attention):
+            return kernel(attention.query.detach(), attention.key.detach())
         if self.shown.is_read_only(attention):
             return run()
         touched = self.shown.touched(attention)
@@ -498,6 +508,15 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         return all(
             x.kind in ("read", "rule") for point in points for x in self._listeners_at(point)
         )
+
+    def holds(self, attention: AttentionCall) -> bool:
+        """Tell whether the only listeners are rules by which scores have no gradient, and scores
+        depend on queries and keys alone.
+        """
+        points = self.active_points(_INSIDE)
+        listeners = [x for point in points for x in point.visible_listeners()]
+        held = all(x.kind == "rule" and x.fn.holds for x in listeners)
+        return held and bool(listeners) and not any(x.requires_grad for x in attention.tensors()[2:])
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.
