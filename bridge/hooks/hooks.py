@@ -390,7 +390,7 @@ class HookPoint(NamedPoint):
         """
         rules: list[GradientRule] = []
         if torch.is_grad_enabled():
-            rules = [x.fn for x in self.visible_listeners() if x.kind == "rule"]
+            rules = [x.fn for x in self.visible_listeners() if isinstance(x.fn, GradientRule)]
         if rules:
             self._refuse_lost_hooks(CURRENT.get().run)
         for rule in rules:
@@ -964,7 +964,7 @@ class GradientRule:
     def prepare(self, call: Call) -> None:
         """Prepare the call that the hook point's view reads."""
 
-    def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
         """Return the tensor whose gradient replaces the activation's; itself: none does.
 
         Args:
@@ -976,7 +976,7 @@ class GradientRule:
     def applied(self, x: Tensor, call: Call, point: HookPoint) -> Tensor:
         """Return the tensor at the hook point's site, with the other gradient."""
         act = x if point.view.identity else point.view.get(x, call)
-        surrogate = self.surrogate(act, CURRENT.get().run)
+        surrogate = self(act, CURRENT.get().run)
         if surrogate is act:
             return x
         return with_gradient_of(x, point.view.put(x, surrogate, call))

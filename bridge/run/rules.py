@@ -152,7 +152,7 @@ class _Scaled(GradientRule):
     def __init__(self, factor: float, first: bool = False) -> None:
         self.factor, self.first, self.holds = factor, first, factor == 0
 
-    def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
         return act * self.factor if self.factor else act.detach()
 
 
@@ -166,7 +166,7 @@ class _Cut(GradientRule):
     def __init__(self, output: str) -> None:
         self.output = output
 
-    def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
         assert run is not None
         run.written[_KEY + self.output] = act
         return act.detach()
@@ -185,7 +185,7 @@ class _Joint(GradientRule):
     def __init__(self, name: str, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.name, self.compute = name, compute
 
-    def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
         assert run is not None
         return self.compute(act, run.written.pop(_KEY + self.name))
 
@@ -210,7 +210,7 @@ class _HeldReading(GradientRule):
         (norm, entered), *rest = call.sources
         call.sources = ((_HeldNorm(norm, self.kind), entered), *rest)
 
-    def surrogate(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
         return act
 
 
@@ -326,7 +326,7 @@ class _Placing:
     def place_attention(self, name: str, part: Attention) -> None:
         """Place the rules of queries, keys, values and the softmax."""
         for letter in sorted(self.changed & {"q", "k", "v"}):
-            # All gradients of a factor pass the projection's output once, if it is the whole factor.
+            # A factor's gradients pass the projection's output once, if it is the whole factor.
             whole = letter == "v" or (letter in part.projections and not part.from_latents)
             # The keys of another block are its own hook point, by an alias.
             whole = whole or (letter == "k" and part.keys_of is not None)

@@ -28,7 +28,7 @@ from adapters.observe.observe import SOFTMAXES, Function, SeesAttention
 from adapters.views import Args, Call, Kwargs
 from adapters.views.heads import KernelArguments
 from bridge.hooks.context import CURRENT, Listener, setting
-from bridge.hooks.hooks import HookPoint, with_gradient_of
+from bridge.hooks.hooks import GradientRule, HookPoint, with_gradient_of
 from bridge.hooks.parts import Part, Touched, TouchesPart, index_on, put_back, within
 from bridge.hooks.recomputation import refuse_unknown_recomputation
 from bridge.taps.attention_call import (
@@ -515,8 +515,10 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         """
         points = self.active_points(_INSIDE)
         listeners = [x for point in points for x in point.visible_listeners()]
-        held = all(x.kind == "rule" and x.fn.holds for x in listeners)
-        return held and bool(listeners) and not any(x.requires_grad for x in attention.tensors()[2:])
+        held = all(isinstance(x.fn, GradientRule) and x.fn.holds for x in listeners)
+        return (
+            held and bool(listeners) and not any(x.requires_grad for x in attention.tensors()[2:])
+        )
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.
