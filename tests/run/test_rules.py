@@ -11,6 +11,7 @@ from bridge import Rules, TransformerBridge
 from bridge.bases import Rotation
 from bridge.circuits import edge_attribution, node_attribution
 from bridge.features import attribution_graph, feature_attribution, token_attribution
+from bridge.taps.attention_call import AttentionCall
 from tests.tiny_models import CANNOT_BE_BUILT, checkpoint, tiny_model, types
 
 NAMES = ("gim", "relp", "attnlrp")
@@ -172,6 +173,22 @@ def test_with_everything_held_terms_add_up_to_the_logit(edit):
         assert float(of_tokens(bridge, None).sum()) != pytest.approx(float(total), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("point", "rules"),
+    [("attn.hook_pattern", Rules(softmax=2.0)), ("mlp.hook_post", Rules(activation="held"))],
+)
+def test_a_hook_behind_a_function_comes_after_its_rule(point, rules):
+    """What it replaces has no gradient any more, before the rules or within them."""
+    bridge = TransformerBridge(tiny_model("llama"))
+    names = [f"blocks.{layer}.{point}" for layer in (0, 1)]
+    hooks = [(name, lambda x, hook: torch.full_like(x, 0.1)) for name in names]
+    right, _ = gradient(bridge, fwd_hooks=hooks)
+    with bridge.rules(rules):
+        assert near(gradient(bridge, fwd_hooks=hooks)[0], right)
+    with bridge.hooks(fwd_hooks=hooks), bridge.rules(rules):
+        assert near(gradient(bridge)[0], right)
+
+
 # ---- On every family. ----
 
 
@@ -209,6 +226,20 @@ def test_each_acts_or_says_what_it_lacks(model_type):
     if isinstance(outcome, tuple):
         with bridge.linearised(TOKENS):  # the same values, and their gradients
             assert near(outcome[0], gradient(bridge)[0])
+
+
+def test_sinks_have_no_temperature_and_runs_without_gradients_no_scores(monkeypatch):
+    bridge = TransformerBridge(tiny_model("gpt_oss"))
+    with pytest.raises(ValueError, match="attention sinks"), bridge.rules("gim"):
+        pass
+    bridge = TransformerBridge(tiny_model("llama"))
+    monkeypatch.setattr(AttentionCall, "scores", lambda call: 1 / 0)
+    with bridge.rules(softmax=2.0), torch.no_grad():
+        bridge(TOKENS)
+    with bridge.rules(softmax="held"):
+        bridge(TOKENS)
+    with bridge.rules(softmax=2.0), pytest.raises(ZeroDivisionError):
+        bridge(TOKENS)
 
 
 @pytest.mark.slow
