@@ -835,7 +835,8 @@ class RunMethods(HookMethods):
 
         Between MLPs, the model is then linear in its residual stream, so that everything after a
         point decomposes exactly into the terms of the stream there. Gradients do not flow through
-        the frozen activations.
+        the frozen activations: in that run itself, they are those of ``rules(norms="held",
+        softmax="held")``, which changes no value.
 
         Args:
             input: the input of the run whose values are frozen. Other runs must have the same

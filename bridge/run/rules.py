@@ -84,8 +84,9 @@ class Rules:
     def named(cls, name: str) -> Rules:
         """Return the rules of a paper.
 
-        - ``"gim"``: Edin et al. 2025, "GIM: Improved Interpretability for Large Language Models".
-        - ``"relp"``: Jafari et al. 2025, "RelP: Faithful and Efficient Circuit Discovery via
+        - ``"gim"``: Edin et al. 2025, "GIM: Improved Interpretability for Large Language Models"
+          (https://arxiv.org/abs/2505.17630).
+        - ``"relp"``: Rezaei Jafari et al. 2025, "RelP: Faithful and Efficient Circuit Discovery via
           Relevance Patching" (https://arxiv.org/abs/2508.21258).
         - ``"attnlrp"``: Achtibat et al. 2024, "AttnLRP: Attention-Aware Layer-Wise Relevance
           Propagation for Transformers" (https://arxiv.org/abs/2402.05602). Its rule of the softmax
@@ -326,11 +327,13 @@ class _Placing:
     def place_attention(self, name: str, part: Attention) -> None:
         """Place the rules of queries, keys, values and the softmax."""
         for letter in sorted(self.changed & {"q", "k", "v"}):
-            # A factor's gradients pass the projection's output once, if it is the whole factor.
-            whole = letter == "v" or (letter in part.projections and not part.from_latents)
-            # The keys of another block are its own hook point, by an alias.
-            whole = whole or (letter == "k" and part.keys_of is not None)
-            point = self.find(letter, f"{name}.hook_{'' if whole else 'rot_'}{letter}")
+            # A factor's gradients pass the projection's output once, unless it is made from a latent
+            # or unknown. The keys of another block are its own hook point, by an alias.
+            projected = letter in part.projections and not part.from_latents
+            at_projection = (
+                letter == "v" or projected or (letter == "k" and part.keys_of is not None)
+            )
+            point = self.find(letter, f"{name}.hook_{'' if at_projection else 'rot_'}{letter}")
             self.placed[point] = _Scaled(getattr(self.rules, letter))
         for letter, projection in part.projections.items():
             self.need_norm(f"{name}.{letter}_norm", projection.norm)

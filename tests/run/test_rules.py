@@ -178,7 +178,7 @@ def test_with_everything_held_terms_add_up_to_the_logit(edit):
     [("attn.hook_pattern", Rules(softmax=2.0)), ("mlp.hook_post", Rules(activation="held"))],
 )
 def test_a_hook_behind_a_function_comes_after_its_rule(point, rules):
-    """What it replaces has no gradient any more, before the rules or within them."""
+    """A replaced output has no gradient, whether the hook is opened before the rules or after."""
     bridge = TransformerBridge(tiny_model("llama"))
     names = [f"blocks.{layer}.{point}" for layer in (0, 1)]
     hooks = [(name, lambda x, hook: torch.full_like(x, 0.1)) for name in names]
