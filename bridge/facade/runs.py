@@ -800,7 +800,7 @@ class RunMethods(HookMethods):
         taken later. Scope: as for `hooks`.
 
         Args:
-            rules: ``"gim"``, ``"relp"``, ``"attnlrp"`` (see `Rules.named`), or a `Rules`; None:
+            rules: ``"gim"``, ``"relp"``, ``"attnlrp"`` (see `Rules`), or a `Rules`; None:
                 only `changes`.
             changes: fields of `Rules` that differ from it: ``norms="held"``, ``softmax=2.0``.
 

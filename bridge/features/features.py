@@ -155,8 +155,7 @@ def token_attribution(
         ``[batch, pos]``; 0 at padding.
 
     Raises:
-        ValueError: as `feature_attribution`; a baseline that is no token, or of another shape; the
-            model lacks a hook point that a rule needs.
+        ValueError: as `feature_attribution`; the model lacks a hook point that a rule needs.
         RuntimeError: the call is in inference mode, which has no gradients.
 
     Example:
@@ -172,29 +171,16 @@ def token_attribution(
     refuse_inference_mode("token_attribution")
     prompts = prompts_with(bridge, tokens, model_kwargs)
     with bridge.rules(rules):
-        start = None if baseline is None else _embeddings(bridge, prompts, baseline)
+        start = None
+        if baseline is not None:
+            ids = prompts["input_ids"]
+            other = torch.full_like(ids, baseline) if isinstance(baseline, int) else baseline
+            others = {**prompts, "input_ids": other}
+            with torch.no_grad():
+                _, cache = bridge.run_with_cache(others, names_filter="hook_embed")
+            start = cache["hook_embed"]
         terms = feature_attribution(bridge, prompts, metric, "hook_embed", baseline=start)
     return terms.sum(-1)
-
-
-@torch.no_grad()
-def _embeddings(
-    bridge: TransformerBridge, prompts: Mapping[str, Any], baseline: int | Tensor
-) -> Tensor:
-    """Return the embeddings of other tokens in place of a prompt's.
-
-    Raises:
-        ValueError: a token outside the vocabulary, or tokens of another shape.
-    """
-    ids, n = prompts["input_ids"], bridge.cfg.d_vocab
-    other = torch.full_like(ids, baseline) if isinstance(baseline, int) else baseline.to(ids)
-    if other.shape != ids.shape or not 0 <= int(other.min()) <= int(other.max()) < n:
-        raise ValueError(
-            f"baseline is {baseline}; give a token from 0 to {n - 1}, or tokens {list(ids.shape)}"
-        )
-    _, cache = bridge.run_with_cache({**prompts, "input_ids": other}, names_filter="hook_embed")
-    embeddings: Tensor = cache["hook_embed"]
-    return embeddings
 
 
 #: Hook points whose activations are terms of the residual stream, or become terms after a

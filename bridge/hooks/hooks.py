@@ -388,9 +388,8 @@ class HookPoint(NamedPoint):
         """Edit as `_edit_with_gradients` does, and apply gradient rules: next to the function that
         they are about, whatever the other listeners do.
         """
-        rules: list[GradientRule] = []
-        if torch.is_grad_enabled():
-            rules = [x.fn for x in self.visible_listeners() if isinstance(x.fn, GradientRule)]
+        listeners = self.visible_listeners() if torch.is_grad_enabled() else ()
+        rules = [x.fn for x in listeners if isinstance(x.fn, GradientRule)]
         if rules:
             self._refuse_lost_hooks(CURRENT.get().run)
         for rule in rules:
@@ -964,19 +963,21 @@ class GradientRule:
     def prepare(self, call: Call) -> None:
         """Prepare the call that the hook point's view reads."""
 
-    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory) -> Tensor:
         """Return the tensor whose gradient replaces the activation's; itself: none does.
 
         Args:
             act: the activation.
             run: the memory of the pass.
         """
-        raise NotImplementedError
+        return act
 
     def applied(self, x: Tensor, call: Call, point: HookPoint) -> Tensor:
         """Return the tensor at the hook point's site, with the other gradient."""
         act = x if point.view.identity else point.view.get(x, call)
-        surrogate = self(act, CURRENT.get().run)
+        run = CURRENT.get().run
+        assert run is not None
+        surrogate = self(act, run)
         if surrogate is act:
             return x
         return with_gradient_of(x, point.view.put(x, surrogate, call))
@@ -984,7 +985,8 @@ class GradientRule:
 
 def with_gradient_of(x: Tensor, surrogate: Tensor) -> Tensor:
     """Return a tensor of the values of one and the gradient of another tensor."""
-    return _ValuesOf.apply(x.detach(), surrogate) if surrogate.requires_grad else x.detach()
+    values = x.detach()
+    return _ValuesOf.apply(values, surrogate) if surrogate.requires_grad else values
 
 
 class _ValuesOf(torch.autograd.Function):

@@ -28,6 +28,7 @@ from adapters.mixers import Mixer
 from adapters.norms import Norm, NormKind, NormScale, SharedNormInput, weights_path
 from adapters.points import base_path
 from adapters.views import Call, Composed, Copied, View
+from bridge.arguments import check_choice
 from bridge.hooks.context import CURRENT, Listener, PassMemory, Scope
 from bridge.hooks.hooks import GradientRule, HookPoint, with_gradient_of
 from bridge.hooks.names import UnknownHookError
@@ -37,6 +38,13 @@ from bridge.run.inputs import RunnableBridge
 @dataclass(frozen=True)
 class Rules:
     """Gradient rules: how gradients flow backward, with every value of the forward pass unchanged.
+
+    Named rules: ``"gim"``, of Edin et al. 2025, "GIM: Improved Interpretability for Large Language
+    Models" (https://arxiv.org/abs/2505.17630); ``"relp"``, of Rezaei Jafari et al. 2025, "RelP:
+    Faithful and Efficient Circuit Discovery via Relevance Patching"
+    (https://arxiv.org/abs/2508.21258); ``"attnlrp"``, of Achtibat et al. 2024, "AttnLRP:
+    Attention-Aware Layer-Wise Relevance Propagation for Transformers"
+    (https://arxiv.org/abs/2402.05602), whose rule of the softmax is the plain gradient.
 
     Attributes:
         norms: ``"held"``: norms are linear; their scales have no gradient.
@@ -53,8 +61,8 @@ class Rules:
 
     Example:
         >>> from bridge import Rules
-        >>> Rules(norms="held", softmax=2.0, q=0.25, k=0.25, v=0.5) == Rules.named("gim")
-        True
+        >>> Rules(norms="held", softmax=2.0, q=0.25, k=0.25, v=0.5).changed  # "gim"
+        ('norms', 'softmax', 'q', 'k', 'v')
     """
 
     norms: Literal["held"] | None = None
@@ -68,44 +76,14 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("norms", "activation", "mlps"):
-            if getattr(self, name) not in ("held", None):
-                raise ValueError(f'{name} is {getattr(self, name)!r}; it must be "held" or None')
+            check_choice(name, getattr(self, name), ("held", None))
+        if isinstance(self.softmax, str):
+            check_choice("softmax", self.softmax, ("held", None))
+        elif self.softmax is not None and not 0 < self.softmax < math.inf:
+            raise ValueError(f"softmax is {self.softmax}; a temperature is above 0, and finite")
         for name in ("q", "k", "v", "gate"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be finite")
-        if self.softmax != "held" and not (
-            self.softmax is None or (self.temperature and 0 < self.temperature < math.inf)
-        ):
-            raise ValueError(
-                f'softmax is {self.softmax!r}; it must be "held", a temperature above 0, or None'
-            )
-
-    @classmethod
-    def named(cls, name: str) -> Rules:
-        """Return the rules of a paper.
-
-        - ``"gim"``: Edin et al. 2025, "GIM: Improved Interpretability for Large Language Models"
-          (https://arxiv.org/abs/2505.17630).
-        - ``"relp"``: Rezaei Jafari et al. 2025, "RelP: Faithful and Efficient Circuit Discovery via
-          Relevance Patching" (https://arxiv.org/abs/2508.21258).
-        - ``"attnlrp"``: Achtibat et al. 2024, "AttnLRP: Attention-Aware Layer-Wise Relevance
-          Propagation for Transformers" (https://arxiv.org/abs/2402.05602). Its rule of the softmax
-          is the plain gradient; half of each product's relevance goes to either factor.
-
-        Args:
-            name: one of these.
-
-        Raises:
-            ValueError: another name.
-
-        Example:
-            >>> from bridge import Rules
-            >>> Rules.named("relp").softmax
-            'held'
-        """
-        if name not in _NAMED:
-            raise ValueError(f"rules is {name!r}; it must be one of {', '.join(map(repr, _NAMED))}")
-        return _NAMED[name]
 
     @property
     def temperature(self) -> float | None:
@@ -118,7 +96,6 @@ class Rules:
         return tuple(x.name for x in fields(self) if getattr(self, x.name) != x.default)
 
 
-_LRP = Rules(norms="held", activation="held", gate=0.5)
 _NAMED = {
     "gim": Rules(norms="held", softmax=2.0, q=0.25, k=0.25, v=0.5),
     "relp": Rules(norms="held", softmax="held", activation="held", gate=0.5),
@@ -127,14 +104,15 @@ _NAMED = {
 
 
 def declared_rules(rules: str | Rules | None) -> Rules:
-    """Return rules that are given by name, or as they are; None: rules that change nothing.
+    """Return the rules of this name, or the same rules; None: rules that change nothing.
 
     Raises:
         ValueError: an unknown name.
     """
-    if rules is None:
-        return Rules()
-    return Rules.named(rules) if isinstance(rules, str) else rules
+    if isinstance(rules, str):
+        check_choice("rules", rules, tuple(_NAMED))
+        return _NAMED[rules]
+    return rules or Rules()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,13 +125,12 @@ class _Scaled(GradientRule):
 
     Args:
         factor: the factor.
-        first: whether other listeners come after it, as at a function's output.
     """
 
-    def __init__(self, factor: float, first: bool = False) -> None:
-        self.factor, self.first, self.holds = factor, first, factor == 0
+    def __init__(self, factor: float) -> None:
+        self.factor, self.holds = factor, factor == 0
 
-    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
+    def __call__(self, act: Tensor, run: PassMemory) -> Tensor:
         return act * self.factor if self.factor else act.detach()
 
 
@@ -167,32 +144,26 @@ class _Cut(GradientRule):
     def __init__(self, output: str) -> None:
         self.output = output
 
-    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
-        assert run is not None
-        run.written[_KEY + self.output] = act
+    def __call__(self, act: Tensor, run: PassMemory) -> Tensor:
+        run.written[self.output] = act
         return act.detach()
 
 
+@dataclass(eq=False)
 class _Joint(GradientRule):
     """The output of a function whose input was cut.
 
-    Args:
+    Attributes:
         name: the name of the hook point.
         compute: returns the surrogate from output and input.
     """
 
+    name: str
+    compute: Callable[[Tensor, Tensor], Tensor]
     first = True
 
-    def __init__(self, name: str, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.name, self.compute = name, compute
-
-    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
-        assert run is not None
-        return self.compute(act, run.written.pop(_KEY + self.name))
-
-
-#: Before the names of hook points, among the tensors that a pass keeps.
-_KEY = "rule at "
+    def __call__(self, act: Tensor, run: PassMemory) -> Tensor:
+        return self.compute(act, run.written.pop(self.name))
 
 
 class _HeldReading(GradientRule):
@@ -210,9 +181,6 @@ class _HeldReading(GradientRule):
     def prepare(self, call: Call) -> None:
         (norm, entered), *rest = call.sources
         call.sources = ((_HeldNorm(norm, self.kind), entered), *rest)
-
-    def __call__(self, act: Tensor, run: PassMemory | None) -> Tensor:
-        return act
 
 
 class _HeldNorm(nn.Module):
@@ -235,13 +203,9 @@ class _HeldNorm(nn.Module):
 
 def _tempered(temperature: float, pattern: Tensor, scores: Tensor) -> Tensor:
     """Return a softmax at a temperature, times the temperature; a fully masked row is constant."""
-    dtype = _precise(scores.dtype)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
     cooled = (scores.to(dtype) / temperature).clamp(min=torch.finfo(dtype).min)
     return (cooled.softmax(-1) * temperature).to(pattern.dtype)
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _proportional(factor: float, post: Tensor, pre: Tensor) -> Tensor:
@@ -327,13 +291,12 @@ class _Placing:
     def place_attention(self, name: str, part: Attention) -> None:
         """Place the rules of queries, keys, values and the softmax."""
         for letter in sorted(self.changed & {"q", "k", "v"}):
-            # A factor's gradients pass the projection's output once, unless it is made from a latent
-            # or unknown. The keys of another block are its own hook point, by an alias.
+            # A factor's gradients pass the projection's output once, unless it is made from a
+            # latent or unknown. The keys of another block are its own hook point, by an alias.
             projected = letter in part.projections and not part.from_latents
-            at_projection = (
-                letter == "v" or projected or (letter == "k" and part.keys_of is not None)
-            )
-            point = self.find(letter, f"{name}.hook_{'' if at_projection else 'rot_'}{letter}")
+            elsewhere = letter == "k" and part.keys_of is not None
+            rotated = "" if projected or elsewhere or letter == "v" else "rot_"
+            point = self.find(letter, f"{name}.hook_{rotated}{letter}")
             self.placed[point] = _Scaled(getattr(self.rules, letter))
         for letter, projection in part.projections.items():
             self.need_norm(f"{name}.{letter}_norm", projection.norm)
@@ -375,7 +338,7 @@ class _Placing:
             self.placed[pre] = _Cut(post.name)
             self.placed[post] = _Joint(post.name, partial(_proportional, factor))
         elif factor != 1.0:
-            self.placed[post] = _Scaled(factor, first=True)
+            self.placed[post] = _Scaled(factor)
 
     def place_norms(self) -> None:
         """Hold the scales of all norms, also where heads or an MLP have their own input."""

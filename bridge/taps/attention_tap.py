@@ -102,13 +102,9 @@ class ObservedAttentionCall(TappedCall):
         raise NotImplementedError
 
     @property
-    def keeps_values(self) -> bool:
-        """Tell whether no listener changes the values of scores and pattern, only gradients."""
-        return False
-
-    def holds(self, attention: AttentionCall) -> bool:
-        """Tell whether the only listeners are rules by which scores have no gradient."""
-        return False
+    def readers_and_rules(self) -> list[Listener]:
+        """Return the listeners of scores and pattern, if none of them changes values."""
+        return []
 
     def touched(self, attention: AttentionCall) -> Touched | None:
         """Return the heads and queries that listeners of scores and pattern touch; None: all."""
@@ -359,10 +355,12 @@ class AttentionWatch(SeesAttention):
         if not self._awaits(_INSIDE):
             return run()
         self._seen.append(_INSIDE)
-        if self.shown.holds(attention):
-            return kernel(attention.query.detach(), attention.key.detach())
         if self.shown.is_read_only(attention):
             return run()
+        rules = [x.fn for x in self.shown.readers_and_rules]
+        held = bool(rules) and all(isinstance(fn, GradientRule) and fn.holds for fn in rules)
+        if held and not any(x.requires_grad for x in attention.tensors()[2:]):
+            return kernel(attention.query.detach(), attention.key.detach())
         touched = self.shown.touched(attention)
         if touched is None:
             pattern = show_scores_and_pattern(self.shown, attention)
@@ -386,7 +384,7 @@ class AttentionWatch(SeesAttention):
     ) -> Tensor:
         """Return the result for a pattern: with the kernel's values, if only gradients differ."""
         result = attention.result(pattern)
-        if not self.shown.keeps_values or attention.dropout:
+        if not self.shown.readers_and_rules or attention.dropout:
             return result
         with torch.no_grad():
             values = run()
@@ -470,9 +468,10 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         """Tell whether no listener changes scores or pattern. If so, show the deferred
         activation, or the tensor if it cannot be deferred.
         """
-        listening = [(point, self._listeners_at(point)) for point in self.active_points(_INSIDE)]
+        listening = [(point, point.visible_listeners()) for point in self.active_points(_INSIDE)]
+        harmless = {"read"} if torch.is_grad_enabled() else {"read", "rule"}
         for point, listeners in listening:
-            if point.sources or any(listener.kind != "read" for listener in listeners):
+            if point.sources or any(listener.kind not in harmless for listener in listeners):
                 return False
         if self._shared is not None:
             attention = attention.gathered(self._shared)
@@ -484,6 +483,8 @@ class _CallInRun(RunCall, ObservedAttentionCall):
             view, channel = point.view, str(point.point.site.key)
             by_row = view.identity or view.by_row
             for listener in listeners:
+                if listener.kind == "rule":
+                    continue
                 if (waits and listener.deferrable) or (listener.partial and by_row):
                     deferred = DeferredAttention(view, attention, channel, call, versions, waits)
                     listener.fn(deferred, hook=point)
@@ -495,30 +496,11 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                     listener.fn(view.get(shown, self.call), hook=point)
         return True
 
-    @staticmethod
-    def _listeners_at(point: HookPoint) -> list[Listener]:
-        """Return the listeners at a hook point that concern this call: rules concern gradients."""
-        listeners = point.visible_listeners()
-        return [x for x in listeners if x.kind != "rule" or torch.is_grad_enabled()]
-
     @property
-    def keeps_values(self) -> bool:
-        """Tell whether no listener changes the values of scores and pattern."""
-        points = self.active_points(_INSIDE)
-        return all(
-            x.kind in ("read", "rule") for point in points for x in self._listeners_at(point)
-        )
-
-    def holds(self, attention: AttentionCall) -> bool:
-        """Tell whether the only listeners are rules by which scores have no gradient, and scores
-        depend on queries and keys alone.
-        """
-        points = self.active_points(_INSIDE)
-        listeners = [x for point in points for x in point.visible_listeners()]
-        held = all(isinstance(x.fn, GradientRule) and x.fn.holds for x in listeners)
-        return (
-            held and bool(listeners) and not any(x.requires_grad for x in attention.tensors()[2:])
-        )
+    def readers_and_rules(self) -> list[Listener]:
+        """Return the listeners of scores and pattern, if none of them changes values."""
+        listeners = [x for point in self.active_points(_INSIDE) for x in point.visible_listeners()]
+        return listeners if all(x.kind in ("read", "rule") for x in listeners) else []
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.

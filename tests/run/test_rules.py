@@ -11,6 +11,7 @@ from bridge import Rules, TransformerBridge
 from bridge.bases import Rotation
 from bridge.circuits import edge_attribution, node_attribution
 from bridge.features import attribution_graph, feature_attribution, token_attribution
+from bridge.run.rules import declared_rules
 from bridge.taps.attention_call import AttentionCall
 from tests.tiny_models import CANNOT_BE_BUILT, checkpoint, tiny_model, types
 
@@ -133,7 +134,7 @@ def by_hand(model, embeddings, rules):
 @pytest.mark.parametrize("rules", [*NAMES, *EACH.values()], ids=[*NAMES, *EACH])
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 def test_they_are_those_by_hand(kernel, rules):
-    rules = Rules.named(rules) if isinstance(rules, str) else rules
+    rules = declared_rules(rules)
     if rules.mlps:
         pytest.skip("their path is cut by hand below")
     model = tiny_model("llama", attn_implementation=kernel).double()
@@ -398,19 +399,19 @@ def test_a_cache_and_the_block_alone_see_the_same(bridge):
 
 
 @pytest.mark.unchecked
-def test_invalid_rules():
-    for wrong in (
-        {"norms": "frozen"},
-        {"softmax": 0.0},
-        {"softmax": "soft"},
-        {"softmax": torch.nan},
-    ):
-        with pytest.raises(ValueError, match="must be"):
+def test_invalid_rules(bridge):
+    for wrong in ({"norms": "frozen"}, {"softmax": "soft"}, {"mlps": 1.0}):
+        with pytest.raises(ValueError, match="must be 'held'"):
             Rules(**wrong)
+    for wrong in (0.0, -1.0, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="a temperature is above 0"):
+            Rules(softmax=wrong)
     with pytest.raises(ValueError, match="q is inf"):
         Rules(q=torch.inf)
-    with pytest.raises(ValueError, match="one of 'gim', 'relp', 'attnlrp'"):
-        Rules.named("lrp")
+    with pytest.raises(ValueError, match="must be 'gim', 'relp' or 'attnlrp'"), bridge.rules("lrp"):
+        pass
+    with pytest.raises(TypeError, match="norm"), bridge.rules(norm="held"):
+        pass
 
 
 # ---- What takes them. ----
@@ -441,8 +442,8 @@ def test_a_baseline_of_tokens(bridge):
     assert near(of_tokens(bridge, "gim", baseline=5), right)
     right = (slope * (embed[TOKENS] - embed[OTHER])).sum(-1)
     assert near(of_tokens(bridge, "gim", baseline=OTHER), right)
-    for wrong in (99, -1, OTHER[:1]):
-        with pytest.raises(ValueError, match="give a token from 0 to 98"):
+    for wrong in (99, -1, OTHER[:, :4]):
+        with pytest.raises(ValueError, match=r"baseline|token id"):
             of_tokens(bridge, None, baseline=wrong)
 
 
