@@ -72,7 +72,7 @@ $(CLIENTS)/.installed: $(STAMP) Makefile
 	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt sae-lens==6.54.0 circuitsvis==1.43.3 ordered-set lxml
 	$(CLIENTS)/bin/python -m pip install --quiet -c $(CLIENTS)/ours.txt matplotlib
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps tuned-lens==0.2.0 auto-circuit==1.0.1 flatten-dict blobfile pycryptodomex \
-	    circuit-tracer==0.5.0 pyvene==0.1.8
+	    circuit-tracer==0.5.0 pyvene==0.1.8 gim-explain==0.1.4 lxt==2.1
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps lm-eval==0.4.13 evaluate jsonlines pytablewriter DataProperty mbstrdecoder \
 	    pathvalidate tabledata tcolorpy typepy rouge-score sacrebleu portalocker sqlitedict tqdm-multiprocess word2number \
 	    more-itertools nltk absl-py colorama tabulate

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _PerHeadInput(Derived):
+class PerHeadInput(Derived):
     """The residual stream as each head's query (key, value) reads it, before the norm: ``[batch,
     pos, head, d_model]``.
 
@@ -595,7 +595,7 @@ class AttentionPoints:
             self.block.add(
                 f"{prefix}{letter}_input",
                 self.points.site(projection.path),
-                _PerHeadInput(n_heads, projection.view or Heads(n_heads)),
+                PerHeadInput(n_heads, projection.view or Heads(n_heads)),
                 self._axes(letter, self.block.pos, "d_model"),
                 group="heavy",
                 flag="use_split_qkv_input",
@@ -618,7 +618,7 @@ class AttentionPoints:
         self.block.add(
             f"{prefix}attn_in",
             Site(norm.path, "output"),
-            _PerHeadInput(self.n_heads),
+            PerHeadInput(self.n_heads),
             self._axes("q", self.block.pos, "d_model"),
             group="heavy",
             flag="use_attn_in",

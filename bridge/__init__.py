@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bridge.hooks.names import UnknownHookError as UnknownHookError
     from bridge.hooks.names import act_name as act_name
     from bridge.native import NativeConfig as NativeConfig
+    from bridge.run.rules import Rules as Rules
     from bridge.run.tokenization import UnknownWordWarning as UnknownWordWarning
     from bridge.weights import FactoredMatrix as FactoredMatrix
 
@@ -26,6 +27,7 @@ _HOME = {
     "FactoredMatrix": "bridge.weights",
     "HookPoint": "bridge.hooks.hooks",
     "NativeConfig": "bridge.native",
+    "Rules": "bridge.run.rules",
     "TransformerBridge": "bridge.bridge",
     "UnknownHookError": "bridge.hooks.names",
     "UnknownWordWarning": "bridge.run.tokenization",

@@ -43,6 +43,7 @@ from bridge.patching.lazy_logits import LazyLogits, lazy
 from bridge.patching.runs import CorruptedRun, chunks, may_start_later, tokens_per_run
 from bridge.rows import check_position, tiled
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.rules import Rules
 
 METHODS = ("gradient", "inputs", "clean_corrupted", "activations", "own_activations")
 
@@ -61,6 +62,7 @@ def edge_attribution(
     graph: Graph | None = None,
     ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
+    rules: str | Rules | None = None,
     **model_kwargs: Any,
 ) -> EdgeScores:
     """Estimate for every edge how the metric would change if the edge carried the corrupted run's
@@ -100,6 +102,7 @@ def edge_attribution(
             allows.
         graph: the model's graph from `Graph.of`, grouped or not; None: grouped.
         ablation, reference: the replacement of the corrupted run, as for `Circuit.evaluate`.
+        rules: the rules of the gradients, as for `TransformerBridge.rules`; None: plain gradients.
         model_kwargs: further model inputs for both prompts of a pair, such as ``pixel_values=``.
 
     Returns:
@@ -129,8 +132,9 @@ def edge_attribution(
     check_choice("method", method, METHODS)
     check_positive("steps", steps)
     refuse_inference_mode("attribution")
-    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
-    return EdgeScores(pair.graph, _Gradients(bridge, pair, metric, method).gathered(steps))
+    with bridge.rules(rules):
+        pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+        return EdgeScores(pair.graph, _Gradients(bridge, pair, metric, method).gathered(steps))
 
 
 @refuse_wrong_types
@@ -145,6 +149,7 @@ def node_attribution(
     ablation: str | Noise | Float[Tensor, "constant d_model"] = "resample",
     reference: Prompts | None = None,
     mlps: str = "output",
+    rules: str | Rules | None = None,
     **model_kwargs: Any,
 ) -> NodeScores:
     """Estimate for every head and MLP, and every coordinate of its output, how the metric would
@@ -157,8 +162,8 @@ def node_attribution(
     ``"inputs"`` takes the steps 1 to m of m, as the benchmark's code does for nodes.
 
     Args:
-        bridge, clean, corrupted, metric, steps, graph, ablation, reference, model_kwargs: as for
-        `edge_attribution`.
+        bridge, clean, corrupted, metric, steps, graph, ablation, reference, rules, model_kwargs:
+        as for `edge_attribution`.
         method: ``"gradient"``, ``"inputs"``, ``"clean_corrupted"`` or ``"activations"``.
         mlps: whether an MLP's gradient is taken at its ``"output"`` or at its ``"input"``. The
             latter is what the code of the Mechanistic Interpretability Benchmark does; it ignores
@@ -185,8 +190,9 @@ def node_attribution(
     check_choice("mlps", mlps, ("output", "input"))
     check_positive("steps", steps)
     refuse_inference_mode("attribution")
-    pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
-    scores = _Gradients(bridge, pair, metric, method, mlps).gathered(steps)
+    with bridge.rules(rules):
+        pair = ablate(bridge, graph, clean, corrupted, ablation, reference, model_kwargs)
+        scores = _Gradients(bridge, pair, metric, method, mlps).gathered(steps)
     return NodeScores(pair.graph, scores.sum(1), scores)
 
 

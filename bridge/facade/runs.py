@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from bridge.interventions.probes import FittedProbe, ProbeReading, probes_at, re
 from bridge.run.inputs import HookSpec, Input, Request
 from bridge.run.parts import call_part
 from bridge.run.recorder import ActivationRecorder, PosSlice, watching
+from bridge.run.rules import Rules, declared_rules, ruled
 from bridge.run.run import (
     check_specs,
     clear_all_contexts,
@@ -794,6 +796,36 @@ class RunMethods(HookMethods):
         return rest
 
     @contextmanager
+    def rules(self, rules: str | Rules | None = None, **changes: Any) -> Iterator[Self]:
+        """Apply gradient rules to all runs that start inside a ``with`` statement. Every value of
+        their forward pass is the same, and gradients are those of the rules, also if they are
+        taken later. Scope: as for `hooks`.
+
+        Args:
+            rules: ``"gim"``, ``"relp"``, ``"attnlrp"`` (see `Rules`), or a `Rules`; None:
+                only `changes`.
+            changes: fields of `Rules` that differ from it: ``norms="held"``, ``softmax=2.0``.
+
+        Yields:
+            The bridge.
+
+        Raises:
+            ValueError: the model lacks a hook point that a rule needs, or rules are open already.
+            TypeError: an unknown field.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> with bridge.rules(norms="held", softmax=2.0, q=0.25, k=0.25, v=0.5):
+            ...     loss = bridge("Mary and John", return_type="loss")
+            >>> torch.equal(loss, bridge("Mary and John", return_type="loss"))
+            True
+        """
+        with ruled(self, replace(declared_rules(rules), **changes)):
+            yield self
+
+    @contextmanager
     def linearised(
         self,
         input: Input,
@@ -805,7 +837,8 @@ class RunMethods(HookMethods):
 
         Between MLPs, the model is then linear in its residual stream, so that everything after a
         point decomposes exactly into the terms of the stream there. Gradients do not flow through
-        the frozen activations.
+        the frozen activations: in that run itself, they are those of ``rules(norms="held",
+        softmax="held")``, which changes no value.
 
         Args:
             input: the input of the run whose values are frozen. Other runs must have the same

@@ -1,7 +1,12 @@
 """Analysis in a basis: feature attribution and graphs, interchange interventions, directions."""
 
 from bridge.features.directions import Direction, direction, write_into_weights, written_points
-from bridge.features.features import evaluate_features, feature_attribution, feature_logit_attrs
+from bridge.features.features import (
+    evaluate_features,
+    feature_attribution,
+    feature_logit_attrs,
+    token_attribution,
+)
 from bridge.features.graph import (
     AttributionGraph,
     HeadLoadings,
@@ -39,6 +44,7 @@ __all__ = [
     "interchange",
     "interchange_table",
     "score_terms",
+    "token_attribution",
     "write_into_weights",
     "written_points",
 ]

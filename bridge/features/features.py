@@ -5,6 +5,7 @@ The analyses of such points, in order of their assumptions:
 
 1. `feature_attribution`: gradients of a metric at any point, along the line from a baseline. It
    assumes nothing.
+   `token_attribution` is the case of input tokens.
 2. `feature_logit_attrs`: each feature's direct contribution to a logit. The basis's `decode` must
    be linear, which is checked.
 3. `evaluate_features`: the model with some features alone, and without them.
@@ -51,6 +52,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.patching.ablations import Noise, kind_of, mean_of_tokens, noise_of
 from bridge.rows import check_position
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.rules import Rules
 
 
 @refuse_wrong_types
@@ -63,6 +65,7 @@ def feature_attribution(
     baseline: Float[Tensor, "..."] | None = None,
     steps: int = 1,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    rules: str | Rules | None = None,
     **model_kwargs: Any,
 ) -> Float[Tensor, "batch pos *features"]:
     """Compute how much each feature, or each entry of any activation, adds to a metric.
@@ -80,6 +83,7 @@ def feature_attribution(
         baseline: the reference values of the features, of their shape, or one row; None: zeros.
         steps: the number of runs in the mean, at the midpoints of equal parts of the line.
         attention_mask: 1 for tokens and 0 for padding.
+        rules: the rules of the gradients, as for `TransformerBridge.rules`; None: plain gradients.
         model_kwargs: further model inputs, such as ``pixel_values=``.
 
     Returns:
@@ -106,24 +110,77 @@ def feature_attribution(
     (hook,) = bridge.select_hooks(point)
     prompts = prompts_with(bridge, tokens, {"attention_mask": attention_mask, **model_kwargs})
     check_position(metric, prompts.get("attention_mask"))
-    with torch.no_grad():
-        _, cache = bridge.run_with_cache(prompts, names_filter=hook)
-    act = dense(cache[hook.name])
-    start = torch.zeros_like(act) if baseline is None else baseline.to(act)
-    if start.shape not in (act.shape, act.shape[1:]):
-        raise ValueError(
-            f"the baseline has shape {list(start.shape)}; {hook.name} has {list(act.shape)}"
-        )
-    shares = [1.0] if steps == 1 else [(step + 0.5) / steps for step in range(steps)]
-    total = torch.zeros_like(act)
-    for share in shares:
-        leaf = (start + share * (act - start)).requires_grad_()
-        put = lambda act, hook, leaf=leaf: leaf
-        with torch.enable_grad():
-            logits = bridge.run_with_hooks(prompts, fwd_hooks=[(hook, put)])
-            (gradient,) = gradients_of("metric", one_number(metric, logits), [leaf])
-        total += gradient
+    with bridge.rules(rules):
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(prompts, names_filter=hook)
+        act = dense(cache[hook.name])
+        start = torch.zeros_like(act) if baseline is None else baseline.to(act)
+        if start.shape not in (act.shape, act.shape[1:]):
+            raise ValueError(
+                f"the baseline has shape {list(start.shape)}; {hook.name} has {list(act.shape)}"
+            )
+        shares = [1.0] if steps == 1 else [(step + 0.5) / steps for step in range(steps)]
+        total = torch.zeros_like(act)
+        for share in shares:
+            leaf = (start + share * (act - start)).requires_grad_()
+            put = lambda act, hook, leaf=leaf: leaf
+            with torch.enable_grad():
+                logits = bridge.run_with_hooks(prompts, fwd_hooks=[(hook, put)])
+                (gradient,) = gradients_of("metric", one_number(metric, logits), [leaf])
+            total += gradient
     return total / steps * (act - start)
+
+
+@refuse_wrong_types
+def token_attribution(
+    bridge: TransformerBridge,
+    tokens: Prompts,
+    metric: Metric,
+    rules: str | Rules | None = None,
+    baseline: int | Int[Tensor, "batch pos"] | None = None,
+    **model_kwargs: Any,
+) -> Float[Tensor, "batch pos"]:
+    """Compute how much each input token adds to a metric: the gradient at its embedding, times the
+    embedding, or its difference from another token's.
+
+    Args:
+        bridge: the bridge, in evaluation mode.
+        tokens: ``[batch, pos]``, or a processor's output.
+        metric: a function from logits ``[batch, pos, d_vocab]`` to one number.
+        rules: the rules of the gradients, as for `TransformerBridge.rules`; None: plain gradients.
+        baseline: the token, or the tokens, whose embeddings are the reference; None: zeros.
+        model_kwargs: further model inputs, such as ``attention_mask=``.
+
+    Returns:
+        ``[batch, pos]``; 0 at padding.
+
+    Raises:
+        ValueError: as `feature_attribution`; the model lacks a hook point that a rule needs.
+        RuntimeError: the call is in inference mode, which has no gradients.
+
+    Example:
+        >>> from bridge import TransformerBridge
+        >>> from bridge.features import token_attribution
+        >>> bridge = TransformerBridge.boot_embedded()
+        >>> tokens = bridge.to_tokens("When Mary and John went to the store, John gave a drink to")
+        >>> mary = bridge.to_single_token(" Mary")
+        >>> by_token = token_attribution(bridge, tokens, lambda x: x[0, -1, mary], rules="gim")
+        >>> bridge.to_single_str_token(int(tokens[0, by_token[0].argmax()]))
+        ' Mary'
+    """
+    refuse_inference_mode("token_attribution")
+    prompts = prompts_with(bridge, tokens, model_kwargs)
+    with bridge.rules(rules):
+        start = None
+        if baseline is not None:
+            ids = prompts["input_ids"]
+            other = torch.full_like(ids, baseline) if isinstance(baseline, int) else baseline
+            others = {**prompts, "input_ids": other}
+            with torch.no_grad():
+                _, cache = bridge.run_with_cache(others, names_filter="hook_embed")
+            start = cache["hook_embed"]
+        terms = feature_attribution(bridge, prompts, metric, "hook_embed", baseline=start)
+    return terms.sum(-1)
 
 
 #: Hook points whose activations are terms of the residual stream, or become terms after a

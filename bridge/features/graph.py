@@ -52,6 +52,7 @@ from bridge.hooks.hooks import HookPoint
 from bridge.modules import close
 from bridge.patching.patching import texts_of
 from bridge.run.inputs import Prompts, prompts_with
+from bridge.run.rules import Rules, declared_rules
 
 #: Hook points that start the residual stream: all of it, or the summed embeddings.
 _WHOLE_BEGINNING, _BEGINNINGS = "hook_full_embed", ("hook_embed", "hook_pos_embed")
@@ -561,6 +562,7 @@ def attribution_graph(
     limit: int | None = None,
     together: int = 64,
     file: str | Path | None = None,
+    rules: str | Rules | None = None,
     **model_kwargs: Any,
 ) -> AttributionGraph:
     """Compute the edges between features, errors, tokens and logits in a prompt's local replacement
@@ -603,13 +605,16 @@ def attribution_graph(
         file: a file for the adjacency. Rows are written as they are computed, and the system can
             reclaim their memory. The disk space is allocated before the first row. An existing file
             is replaced; use `AttributionGraph.save` for a file that can be loaded. None: in memory.
+        rules: further rules of the gradients, as for `TransformerBridge.rules`. Patterns and norm
+            factors are held in any case. With factors (`v`, `gate`), inputs do not sum to values.
         model_kwargs: further model inputs, such as ``pixel_values=``.
 
     Returns:
         The graph.
 
     Raises:
-        ValueError: a point without a basis, or with a basis of another point inside a component; a
+        ValueError: rules with a temperature of the softmax, or that the model lacks a hook point
+            for; a point without a basis, or with a basis of another point inside a component; a
             basis that attends to other positions without a softmax pattern; training mode; no node
             or no row requested; an encoder-decoder model; a model that is not linear with patterns,
             factors and MLPs frozen (a state space, a gate, an activation function before the
@@ -650,15 +655,23 @@ def attribution_graph(
     _check_logits(logits, bridge.cfg.d_vocab)
     if file is not None and not Path(file).parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
-    with torch.no_grad():
-        plain = bridge(task.prompt)[0, -1].float()
-    shares = plain.softmax(-1)
-    chosen = shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
-    with bridge.linearised(task.prompt), torch.enable_grad():
-        _refuse_what_is_not_linear(task)
-        run = _ReplacementRun(task, chosen)
-    with torch.enable_grad():  # the frozen values are part of the run
-        return run.graph(shares[chosen], limit, file)
+    if declared_rules(rules).temperature is not None:
+        raise ValueError(
+            f"rules is {rules!r}, with a temperature of the softmax; the graph holds patterns:"
+            ' pass rules without it, or with softmax="held"'
+        )
+    with bridge.rules(rules):
+        with torch.no_grad():
+            plain = bridge(task.prompt)[0, -1].float()
+        shares = plain.softmax(-1)
+        chosen = (
+            shares.topk(logits).indices if isinstance(logits, int) else logits.to(shares.device)
+        )
+        with bridge.linearised(task.prompt), torch.enable_grad():
+            _refuse_what_is_not_linear(task)
+            run = _ReplacementRun(task, chosen)
+        with torch.enable_grad():  # the frozen values are part of the run
+            return run.graph(shares[chosen], limit, file)
 
 
 @dataclass(frozen=True, repr=False)

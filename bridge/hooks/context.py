@@ -33,8 +33,9 @@ HookFunction = Callable[..., Tensor | None]
 #: ``fwd`` and ``bwd`` are user functions; ``read`` only looks at the activation; ``edge`` is given
 #: the activation that later computation uses, to ask for its gradient; ``follow`` is internal: it
 #: is given the activation itself, may replace it, and survives `reset_hooks`; ``leader`` takes over
-#: what was written at another point, and is called with the pass instead of an activation.
-Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader"]
+#: what was written at another point, and is called with the pass instead of an activation; ``rule``
+#: is a `GradientRule`, which changes gradients and no value.
+Kind = Literal["fwd", "bwd", "read", "edge", "follow", "leader", "rule"]
 
 
 class Scope:

@@ -147,13 +147,12 @@ class HookPoint(NamedPoint):
     def _path_for(
         listeners: tuple[Listener, ...],
     ) -> Callable[[HookPoint, Tensor, Call, bool, View], Tensor]:
-        path = HookPoint._read
-        for listener in listeners:
-            if listener.kind in ("bwd", "edge"):
-                return HookPoint._edit_with_gradients
-            if listener.kind != "read":
-                path = HookPoint._edit
-        return path
+        kinds = {listener.kind for listener in listeners}
+        if "rule" in kinds:
+            return HookPoint._edit_with_rules
+        if kinds & {"bwd", "edge"}:
+            return HookPoint._edit_with_gradients
+        return HookPoint._edit if kinds - {"read"} else HookPoint._read
 
     def layer(self) -> int:
         """Return the index of the block that the hook point belongs to.
@@ -311,7 +310,7 @@ class HookPoint(NamedPoint):
             )
         return tuple(sources)
 
-    # One of the following three methods is `_path`, chosen when listeners are added or removed.
+    # One of the following four methods is `_path`, chosen when listeners are added or removed.
 
     def _read(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
         """Show the activation to read-only listeners. This is a hot path when a run caches
@@ -319,7 +318,7 @@ class HookPoint(NamedPoint):
         """
         visible = CURRENT.get().visible
         for listener in self.listeners:
-            if listener.scope in visible:
+            if listener.scope in visible and listener.kind == "read":
                 waits = listener.deferrable and not (
                     copy or torch.is_grad_enabled() or x.is_inference()
                 )
@@ -341,7 +340,7 @@ class HookPoint(NamedPoint):
         context = CURRENT.get()
         mine = [listener for listener in self.listeners if listener.scope in context.visible]
         for listener in mine:
-            if listener.kind != "read":
+            if listener.kind not in ("read", "rule"):
                 break
         else:
             return self._read(x, call, copy, view) if mine else x
@@ -383,6 +382,22 @@ class HookPoint(NamedPoint):
         shown = front if front is not None else x if view.identity else act
         for listener in backward:
             listen_backward(listener, shown, self, self._attaches)
+        return x
+
+    def _edit_with_rules(self, x: Tensor, call: Call, copy: bool, view: View) -> Tensor:
+        """Edit as `_edit_with_gradients` does, and apply gradient rules: next to the function that
+        they are about, whatever the other listeners do.
+        """
+        listeners = self.visible_listeners() if torch.is_grad_enabled() else ()
+        rules = [x.fn for x in listeners if isinstance(x.fn, GradientRule)]
+        if rules:
+            self._refuse_lost_hooks(CURRENT.get().run)
+        for rule in rules:
+            rule.prepare(call)
+            x = rule.applied(x, call, self) if rule.first else x
+        x = self._edit_with_gradients(x, call, copy, view)
+        for rule in rules:
+            x = x if rule.first else rule.applied(x, call, self)
         return x
 
     @staticmethod
@@ -926,6 +941,64 @@ def written_gradient(copy: Tensor, version: int | None, gradient: Tensor) -> Ten
     if copy.is_cpu:
         return None if same_bits(copy, gradient) else copy
     return copy.clone()  # takes less time than waiting for a comparison
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradient rules: another gradient of an activation, with the same value.
+# --------------------------------------------------------------------------------------------------
+
+
+class GradientRule:
+    """A rule that gives an activation the gradient of another tensor.
+
+    Attributes:
+        first: whether it comes before the other listeners, as at the output of a function; after
+            them otherwise.
+        holds: whether the activation has no gradient.
+    """
+
+    first: bool = False
+    holds: bool = False
+
+    def prepare(self, call: Call) -> None:
+        """Prepare the call that the hook point's view reads."""
+
+    def __call__(self, act: Tensor, run: PassMemory) -> Tensor:
+        """Return the tensor whose gradient replaces the activation's; itself: none does.
+
+        Args:
+            act: the activation.
+            run: the memory of the pass.
+        """
+        return act
+
+    def applied(self, x: Tensor, call: Call, point: HookPoint) -> Tensor:
+        """Return the tensor at the hook point's site, with the other gradient."""
+        act = x if point.view.identity else point.view.get(x, call)
+        run = CURRENT.get().run
+        assert run is not None
+        surrogate = self(act, run)
+        if surrogate is act:
+            return x
+        return with_gradient_of(x, point.view.put(x, surrogate, call))
+
+
+def with_gradient_of(x: Tensor, surrogate: Tensor) -> Tensor:
+    """Return a tensor of the values of one and the gradient of another tensor."""
+    values = x.detach()
+    return _ValuesOf.apply(values, surrogate) if surrogate.requires_grad else values
+
+
+class _ValuesOf(torch.autograd.Function):
+    """An autograd node with the values of its first argument and the gradient of its second."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, surrogate: Tensor) -> Tensor:
+        return x.clone()  # the model may write to it
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 # --------------------------------------------------------------------------------------------------

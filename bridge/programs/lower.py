@@ -237,9 +237,9 @@ def _functions_at(hook: HookPoint) -> Iterable[Listener]:
     if not hook.listeners:
         return ()
     active = hook.visible_listeners()
-    if wants_gradients(active) or any(listener.kind == "bwd" for listener in active):
+    if wants_gradients(active) or any(listener.kind in ("bwd", "rule") for listener in active):
         raise ValueError(
-            f"{hook.name} has a hook that is given gradients, which a program has no place for:"
+            f"{hook.name} has a hook or a rule of gradients, which a program has no place for:"
             " remove it (reset_hooks), or use tensor.register_hook on what the program returns"
         )
     if any(listener.kind == "follow" for listener in active):

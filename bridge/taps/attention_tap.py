@@ -28,7 +28,7 @@ from adapters.observe.observe import SOFTMAXES, Function, SeesAttention
 from adapters.views import Args, Call, Kwargs
 from adapters.views.heads import KernelArguments
 from bridge.hooks.context import CURRENT, Listener, setting
-from bridge.hooks.hooks import HookPoint
+from bridge.hooks.hooks import GradientRule, HookPoint, with_gradient_of
 from bridge.hooks.parts import Part, Touched, TouchesPart, index_on, put_back, within
 from bridge.hooks.recomputation import refuse_unknown_recomputation
 from bridge.taps.attention_call import (
@@ -100,6 +100,11 @@ class ObservedAttentionCall(TappedCall):
         deferred.
         """
         raise NotImplementedError
+
+    @property
+    def readers_and_rules(self) -> list[Listener]:
+        """Return the listeners of scores and pattern, if none of them changes values."""
+        return []
 
     def touched(self, attention: AttentionCall) -> Touched | None:
         """Return the heads and queries that listeners of scores and pattern touch; None: all."""
@@ -275,12 +280,13 @@ class AttentionWatch(SeesAttention):
             return arguments.of(kernel)
         attention = AttentionCall.of_torch(arguments, self._n_heads(query))
         if not again:
-            return self._attend(attention, lambda: arguments.of(kernel))
+            run = lambda query, key: arguments._replace(query=query, key=key).of(kernel)
+            return self._attend(attention, run)
         if self._patterns is None:  # there are no editors
             return arguments.of(kernel)
         parts, patterns = self._patterns
         if patterns and not parts:
-            return attention.result(patterns[0])
+            return self._result(attention, patterns[0], lambda: arguments.of(kernel))
         if len(patterns) != len(parts):
             raise RuntimeError(
                 f"{type(self.shown.module).__name__} attends twice with the same queries and keys,"
@@ -309,7 +315,7 @@ class AttentionWatch(SeesAttention):
         """
         attention.query, attention.key = self.product(attention.query, attention.key)
         attention.n_heads = self._n_heads(attention.query)
-        return self._attend(attention, lambda: run(attention.query, attention.key))
+        return self._attend(attention, run)
 
     def _n_heads(self, query: Tensor, *more: str) -> int:
         """Return the number of query heads, taken from a hook point because a kernel may get them
@@ -341,18 +347,25 @@ class AttentionWatch(SeesAttention):
         """Return the layout of packed heads, with as many key heads as query heads."""
         return (-1, self._n_heads(query, "k")) if self._awaits(_PRODUCT) else None
 
-    def _attend(self, attention: AttentionCall, run: Callable[[], Tensor]) -> Tensor:
+    def _attend(
+        self, attention: AttentionCall, kernel: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Run the kernel, or compute it in full if a listener may change scores or pattern."""
+        run = lambda: kernel(attention.query, attention.key)
         if not self._awaits(_INSIDE):
             return run()
         self._seen.append(_INSIDE)
         if self.shown.is_read_only(attention):
             return run()
+        rules = [x.fn for x in self.shown.readers_and_rules]
+        held = bool(rules) and all(isinstance(fn, GradientRule) and fn.holds for fn in rules)
+        if held and not any(x.requires_grad for x in attention.tensors()[2:]):
+            return kernel(attention.query.detach(), attention.key.detach())
         touched = self.shown.touched(attention)
         if touched is None:
             pattern = show_scores_and_pattern(self.shown, attention)
             self._patterns = [], [pattern]
-            return attention.result(pattern)
+            return self._result(attention, pattern, run)
         shape, dtype = score_shape(attention), attention.query.dtype
         parts = touched.parts(shape, dtype, whole_queries=torch.is_grad_enabled())
         patterns: Iterable[Tensor] = (
@@ -365,6 +378,17 @@ class AttentionWatch(SeesAttention):
             patterns = list(patterns)
             self._patterns = parts, patterns
         return self._insert_patterns(attention, parts, patterns, run)
+
+    def _result(
+        self, attention: AttentionCall, pattern: Tensor, run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the result for a pattern: with the kernel's values, if only gradients differ."""
+        result = attention.result(pattern)
+        if not self.shown.readers_and_rules or attention.dropout:
+            return result
+        with torch.no_grad():
+            values = run()
+        return with_gradient_of(values, result)
 
     @staticmethod
     def _insert_patterns(
@@ -445,8 +469,9 @@ class _CallInRun(RunCall, ObservedAttentionCall):
         activation, or the tensor if it cannot be deferred.
         """
         listening = [(point, point.visible_listeners()) for point in self.active_points(_INSIDE)]
+        harmless = {"read"} if torch.is_grad_enabled() else {"read", "rule"}
         for point, listeners in listening:
-            if point.sources or any(listener.kind != "read" for listener in listeners):
+            if point.sources or any(listener.kind not in harmless for listener in listeners):
                 return False
         if self._shared is not None:
             attention = attention.gathered(self._shared)
@@ -458,6 +483,8 @@ class _CallInRun(RunCall, ObservedAttentionCall):
             view, channel = point.view, str(point.point.site.key)
             by_row = view.identity or view.by_row
             for listener in listeners:
+                if listener.kind == "rule":
+                    continue
                 if (waits and listener.deferrable) or (listener.partial and by_row):
                     deferred = DeferredAttention(view, attention, channel, call, versions, waits)
                     listener.fn(deferred, hook=point)
@@ -468,6 +495,12 @@ class _CallInRun(RunCall, ObservedAttentionCall):
                     shown = scores if channel == "scores" else attention.pattern(scores)
                     listener.fn(view.get(shown, self.call), hook=point)
         return True
+
+    @property
+    def readers_and_rules(self) -> list[Listener]:
+        """Return the listeners of scores and pattern, if none of them changes values."""
+        listeners = [x for point in self.active_points(_INSIDE) for x in point.visible_listeners()]
+        return listeners if all(x.kind in ("read", "rule") for x in listeners) else []
 
     def _can_wait(self, attention: AttentionCall) -> bool:
         """Tell whether scores and pattern can be computed after the run.

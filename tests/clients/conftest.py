@@ -14,6 +14,7 @@ NEEDS = {
     "test_auto_circuit": "auto_circuit",
     "test_circuit_tracer": "circuit_tracer",
     "test_circuitsvis": "circuitsvis",
+    "test_gradient_rules": "gim",
     "test_inspect": "inspect_ai",
     "test_lm_eval": "lm_eval",
     "test_pyvene": "pyvene",

@@ -14,6 +14,8 @@ TERMS = {
     "activation patching": "activation_patching",
     "interchange intervention": "activation_patching",
     "attribution patching": "attribution_patching",
+    "gradient rule": "gradient_rules",
+    "relevance propagation": "gradient_rules",
     "path patching": "path_patching",
     "direct logit attribution": "direct_logit_attribution",
     "logit lens": "logit_lens",

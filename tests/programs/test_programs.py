@@ -131,7 +131,7 @@ def test_hooks_of_gradients_are_refused():
     bridge = bridge_of("llama-gqa")
     bridge.add_hook("blocks.0.hook_mlp_out", lambda gradient, hook: None, "bwd")
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.hook_mlp_out has a hook that is given gradients"
+        ValueError, match=r"blocks\.0\.hook_mlp_out has a hook or a rule of gradients"
     ):
         bridge.program()
 
