@@ -15,8 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "disabled")  # which a package starts, otherwise
 
-import benchmarks.methods.by_hand
-import benchmarks.methods.packages  # noqa: F401 - declares rows
+import bridge.legacy.as_transformer_lens  # noqa: F401 - before a package imports the other one
+from benchmarks.methods import by_hand, packages  # noqa: F401 - they declare rows
 from benchmarks.methods.table import METHODS, Method
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
@@ -25,12 +25,13 @@ HEAD = ["| method | paper | compared with | model | largest difference |", "|---
 
 def row(method: Method) -> str:
     """Return a measured row of the table."""
+    difference = method.difference()
     cells = (
         f"[{method.name}]({method.page})",
         f"[{method.paper}]({method.link})",
-        method.code,
+        method.other_code,
         method.model,
-        f"{method.difference():.0e}",
+        f"{difference:.0e}" if difference else "0",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -51,9 +52,10 @@ def write(lines: list[str]) -> None:
 
 
 def main(words: list[str]) -> None:
-    chosen = [m for m in METHODS if not words or any(word in m.name for word in words)]
     lines = []
-    for method in sorted(chosen, key=lambda method: method.page):
+    for method in sorted(METHODS, key=lambda method: method.page):
+        if words and not any(word in method.name for word in words):
+            continue
         lines.append(row(method))
         print(lines[-1], flush=True)
     if not words:

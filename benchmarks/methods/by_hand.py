@@ -45,6 +45,7 @@ from bridge.circuits import (
     path_patching,
 )
 from bridge.features import (
+    direction,
     feature_attribution,
     interchange,
     write_into_weights,
@@ -275,6 +276,7 @@ def paths() -> Sequence[Pair]:
     values, right = [], []
     zs, others = heads_of(clean), heads_of(corrupted)
     before = difference(run(clean)[0])
+    projection, _ = projection_of(receivers[0])
     for sender in range(HEADS):
         changed = path_patching(ours(), clean, corrupted, metric, [f"L0H{sender}"], receivers)
         values.append(changed)
@@ -285,7 +287,6 @@ def paths() -> Sequence[Pair]:
         held[">layers.0.self_attn.o_proj"] = lambda z, sender=sender: put_head(sender, others[0])(
             zs[0]
         )
-        projection, _ = projection_of(receivers[0])
         _, kept = run(clean, held, [projection])
         after = run(clean, {projection: lambda x, kept=kept: kept[projection]})[0]
         right.append(difference(after) - before)
@@ -344,7 +345,7 @@ def exact_nodes() -> Sequence[Pair]:
 )
 @torch.no_grad()
 def tracing() -> Sequence[Pair]:
-    """The same noise on one token's embedding, and one clean activation put back."""
+    """Add the same noise to one token's embedding, and put one clean activation back."""
     clean, at = pairs().clean, 2
     _, cache = ours().run_with_cache(clean)
     noisy = ablated(cache, ablation=Noise(scale=3.0, seed=0))["hook_embed"]
@@ -571,7 +572,7 @@ def _attribution(steps: int) -> Pair:
     W, b, D = dictionary()
     encode, decode = lambda x: (x @ W + b).relu(), lambda f: f @ D
     with ours().basis(name, "sae", encode=encode, decode=decode) as point:
-        found = feature_attribution(ours(), tokens, pairs().metric(), point, steps=steps)
+        own = feature_attribution(ours(), tokens, pairs().metric(), point, steps=steps)
     _, kept = run(tokens, keep=["layers.2"])
     features = encode(kept["layers.2"]).detach()
     error = kept["layers.2"].detach() - decode(features)
@@ -580,7 +581,7 @@ def _attribution(steps: int) -> Pair:
         leaf = (share * features).requires_grad_()
         logits, _ = run(tokens, {"layers.2": lambda x, leaf=leaf: decode(leaf) + error})
         total += torch.autograd.grad(difference(logits), leaf)[0] / steps
-    return found, total * features
+    return own, total * features
 
 
 # --------------------------------------------------------------------------------------------------
@@ -699,13 +700,14 @@ def contrasted() -> tuple[list[str], list[str]]:
     )
 
 
-def mean_difference(place: str) -> Tensor:
-    """Return the difference of the two sets' means at their last tokens."""
-    means = []
-    for texts in contrasted():
-        lasts = [run(ours().to_tokens(text), keep=[place])[1][place][0, -1] for text in texts]
-        means.append(torch.stack(lasts).mean(0))
-    return means[0] - means[1]
+def last_streams(texts: Sequence[str]) -> Tensor:
+    """Return the output of layer 1 at each text's last token."""
+    return torch.stack([streams(ours().to_tokens(text))[2][0, -1] for text in texts])
+
+
+def mean_difference() -> Tensor:
+    """Return the difference of the two sets' means."""
+    return last_streams(contrasted()[0]).mean(0) - last_streams(contrasted()[1]).mean(0)
 
 
 POINT = "blocks.1.hook_resid_post"
@@ -719,10 +721,14 @@ POINT = "blocks.1.hook_resid_post"
 )
 @torch.no_grad()
 def means() -> Sequence[Pair]:
-    """With so few held-out prompts that one of each set is left out, the same on both sides."""
-    _, cache = ours().run_with_cache(contrasted()[0] + contrasted()[1], padding_side="left")
-    vector = cache[POINT][:12, -1].mean(0) - cache[POINT][12:, -1].mean(0)
-    return [(vector, mean_difference("layers.1"))]
+    """The unit vector between the means of the prompts that are not held out: the same draws."""
+    own = direction(ours(), *contrasted(), POINT, held_out=0.25, seed=0).vector
+    generator, means = torch.Generator().manual_seed(0), []
+    for texts in contrasted():
+        kept = torch.randperm(len(texts), generator=generator)[len(texts) // 4 :]
+        means.append(last_streams([texts[row] for row in kept]).mean(0))
+    vector = means[0] - means[1]
+    return [(own, vector / vector.norm())]
 
 
 @method(
@@ -734,7 +740,7 @@ def means() -> Sequence[Pair]:
 @torch.no_grad()
 def activation_addition() -> Sequence[Pair]:
     """At every token after the prompt's fifth, as for an answer."""
-    vector = mean_difference("layers.1")
+    vector = mean_difference()
     add = Add(vector, 1.5, positions=slice(5, None))
     logits = ours().run_with_hooks(pairs().clean, fwd_hooks=[(POINT, add)])
     later = (torch.arange(pairs().clean.shape[1]) >= 5)[:, None]
@@ -781,7 +787,7 @@ WRITERS += [f"layers.{layer}.{part}" for layer in range(LAYERS) for part in ("se
 )
 @torch.no_grad()
 def removed() -> Sequence[Pair]:
-    vector = mean_difference("layers.1")
+    vector = mean_difference()
     changed = TransformerBridge.boot_embedded().to(torch.float64)
     write_into_weights(changed, vector)
     unit = vector / vector.norm()
@@ -797,7 +803,7 @@ def removed() -> Sequence[Pair]:
 )
 @torch.no_grad()
 def projected() -> Sequence[Pair]:
-    vector = mean_difference("layers.1")
+    vector = mean_difference()
     names = [
         f"blocks.{layer}.hook_resid_{part}" for layer in range(LAYERS) for part in ("pre", "mid")
     ]
@@ -892,7 +898,7 @@ def constants() -> Sequence[Pair]:
     out = ["L1H2", "L2MLP"]
     edges = own.exists.clone()
     edges[:, [own.senders.index(name) for name in out]] = False
-    found = Circuit(own, edges).evaluate(ours(), clean, corrupted, metric, ablation=values)
+    evaluation = Circuit(own, edges).evaluate(ours(), clean, corrupted, metric, ablation=values)
     heads, mlp = (values[own.senders.index(name)] for name in out)
     z = heads_of(clean)[1]
     change = heads - head_output(z, 1, 2)
@@ -901,7 +907,7 @@ def constants() -> Sequence[Pair]:
         "layers.2.mlp": lambda x: mlp.expand_as(x),
     }
     right = difference(run(clean, edits)[0])
-    return [(numbers([found.circuit]), right[None])]
+    return [(numbers([evaluation.circuit]), right[None])]
 
 
 # --------------------------------------------------------------------------------------------------

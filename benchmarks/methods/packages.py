@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import bridge.legacy.as_transformer_lens  # noqa: F401  # before a package imports the other one
 from benchmarks.methods.by_hand import drawn, streams
 from benchmarks.methods.hooked import HEADS, LAYERS, ours, pairs, run
-from benchmarks.methods.table import Pair, method, numbers, packaged
+from benchmarks.methods.table import Pair, method, numbers
 from bridge import TransformerBridge
 from bridge.analysis.head_detector import detect_head
 from bridge.bases import Directions
@@ -356,7 +355,7 @@ def jacobian_occupancy() -> Sequence[Pair]:
     "how_to_logit_lens.md",
     "Belrose et al. 2023",
     "https://arxiv.org/abs/2303.08112",
-    packaged("tuned-lens"),
+    "tuned-lens",
 )
 @torch.no_grad()
 def tuned_lens() -> Sequence[Pair]:
@@ -381,7 +380,7 @@ def tuned_lens() -> Sequence[Pair]:
     "circuits.md",
     "Syed et al. 2023",
     "https://arxiv.org/abs/2310.10348",
-    packaged("auto-circuit"),
+    "auto-circuit",
     "tiny HookedTransformer, random",
 )
 def auto_circuit() -> Sequence[Pair]:
@@ -461,7 +460,7 @@ def _receiver(name: str) -> str:
     "bases.md#interchange-and-subspaces-that-carry-a-variable",
     "Geiger et al. 2021",
     "https://arxiv.org/abs/2106.02997",
-    packaged("pyvene"),
+    "pyvene",
     "tiny GPT-2, random",
 )
 @torch.no_grad()
@@ -476,7 +475,7 @@ def exchanged() -> Sequence[Pair]:
     "bases.md#interchange-and-subspaces-that-carry-a-variable",
     "Geiger et al. 2023",
     "https://arxiv.org/abs/2303.02536",
-    packaged("pyvene"),
+    "pyvene",
     "tiny GPT-2, random",
 )
 @torch.no_grad()
@@ -550,7 +549,7 @@ for _kind, _paper in SAES.items():
         f"Sparse autoencoder in the model: {_kind}",
         "how_to_sae_features.md",
         *_paper,
-        packaged("sae-lens"),
+        "sae-lens",
     )(functools.partial(_sae, _kind))
 
 
@@ -621,7 +620,7 @@ for _name, _kind in {
     "how_to_probing.md",
     "Alain and Bengio 2016",
     "https://arxiv.org/abs/1610.01644",
-    packaged("scikit-learn"),
+    "scikit-learn",
     "none: random rows",
 )
 def probe() -> Sequence[Pair]:

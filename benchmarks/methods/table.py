@@ -12,6 +12,8 @@ from torch import Tensor
 #: Ours, and what it is compared with.
 Pair = tuple[Tensor, Tensor]
 BY_HAND = "formula, by hand in float64"
+#: Code that is an installed package, whose version the table names.
+PACKAGES = ("auto-circuit", "pyvene", "sae-lens", "scikit-learn", "tuned-lens")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Method:
         page: its page, relative to docs/.
         paper: authors and year.
         link: the paper's address.
-        code: the code that it is compared with.
+        code: the code that it is compared with: one of `PACKAGES`, or a text.
         model: the model or models.
         compare: returns pairs of our numbers and theirs.
     """
@@ -35,6 +37,11 @@ class Method:
     code: str
     model: str
     compare: Callable[[], Sequence[Pair]]
+
+    @property
+    def other_code(self) -> str:
+        """The code that it is compared with, and its version."""
+        return f"{self.code} {version(self.code)}" if self.code in PACKAGES else self.code
 
     def difference(self) -> float:
         """Return the largest difference, relative to the largest number on the other side."""
@@ -77,8 +84,3 @@ def relative(ours: Tensor, right: Tensor) -> float:
 def numbers(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
     """Return numbers in float64."""
     return torch.tensor(values, dtype=torch.float64)
-
-
-def packaged(*names: str) -> str:
-    """Return packages with their installed versions."""
-    return ", ".join(f"{name} {version(name)}" for name in names)

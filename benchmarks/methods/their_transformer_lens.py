@@ -52,10 +52,10 @@ def summed(scores, name):
     return result
 
 
-def scores(model, given):
+def scores(model, inputs):
     """Return attribution patching of nodes and edges of one pair."""
-    clean, corrupted = given["clean"][:1], given["corrupted"][:1]
-    right, wrong = given["answers"][0], given["wrong"][0]
+    clean, corrupted = inputs["clean"][:1], inputs["corrupted"][:1]
+    right, wrong = inputs["answers"][0], inputs["wrong"][0]
     metric = lambda logits: logits[0, -1, right] - logits[0, -1, wrong]
     nodes, edges = (
         attribution_patch(model, clean, corrupted, metric, EdgeAttributionConfig(granularity=kind))
@@ -67,19 +67,19 @@ def scores(model, given):
     }
 
 
-def patched(model, given):
+def patched(model, inputs):
     """Return tables of activation patching."""
-    rows = torch.arange(len(given["clean"]))
-    _, cache = model.run_with_cache(given["clean"])
-    _, other = model.run_with_cache(given["corrupted"])
+    rows = torch.arange(len(inputs["clean"]))
+    _, cache = model.run_with_cache(inputs["clean"])
+    _, other = model.run_with_cache(inputs["corrupted"])
 
     def metric(logits):
         last = logits[:, -1]
-        return (last[rows, given["answers"]] - last[rows, given["wrong"]]).mean()
+        return (last[rows, inputs["answers"]] - last[rows, inputs["wrong"]]).mean()
 
-    arguments = model, given["corrupted"], cache, metric
+    arguments = model, inputs["corrupted"], cache, metric
     path = patching.get_act_patch_direct_path(
-        model, given["corrupted"], cache, other, metric, 0, 0, "v", verbose=False
+        model, inputs["corrupted"], cache, other, metric, 0, 0, "v", verbose=False
     )
     return {
         "resid_pre": patching.get_act_patch_resid_pre(*arguments),
@@ -89,42 +89,42 @@ def patched(model, given):
     }
 
 
-def interchanged(model, given):
+def interchanged(model, inputs):
     """Return the logits with a subspace's coordinates of other prompts."""
-    name, swap = "blocks.1.hook_out", SubspaceInterchange(given["basis"])
-    _, cache = model.run_with_cache(given["clean"], names_filter=name)
+    name, swap = "blocks.1.hook_out", SubspaceInterchange(inputs["basis"])
+    _, cache = model.run_with_cache(inputs["clean"], names_filter=name)
     hook = lambda act, hook: swap(act, cache[name])
-    return model.run_with_hooks(given["corrupted"], fwd_hooks=[(name, hook)])
+    return model.run_with_hooks(inputs["corrupted"], fwd_hooks=[(name, hook)])
 
 
-def processed(folder, given):
+def processed(folder, inputs):
     """Return what needs processed weights."""
     model = booted(folder)
     model.enable_compatibility_mode()
     names = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_gate", "W_U", "W_E")
     result = {"weights": {name: getattr(model, name) for name in names}}
     for unit in ("component", "head"):
-        found = direct_logit_attribution(
-            model, given["clean"], given["answers"], given["wrong"], unit=unit
+        terms = direct_logit_attribution(
+            model, inputs["clean"], inputs["answers"], inputs["wrong"], unit=unit
         )
-        result[unit] = dict(zip(found.labels, found.attribution, strict=True))
+        result[unit] = dict(zip(terms.labels, terms.attribution, strict=True))
     for mode in "QKV":
         scores = model.all_composition_scores(mode)
         result[f"composition {mode}"] = getattr(scores, "scores", scores)
     return result
 
 
-def main(inputs, outputs):
-    given = torch.load(inputs)
-    model = booted(given["folder"])
-    result = scores(model, given) | patched(model, given)
-    text = model.to_string(given["repeated"])
+def main(source, target):
+    inputs = torch.load(source)
+    model = booted(inputs["folder"])
+    result = scores(model, inputs) | patched(model, inputs)
+    text = model.to_string(inputs["repeated"])
     kinds = ("previous_token_head", "duplicate_token_head", "induction_head")
-    model.to_tokens = lambda text, **options: given["repeated"][None]
+    model.to_tokens = lambda text, **options: inputs["repeated"][None]
     result["detected"] = {kind: detect_head(model, text, kind) for kind in kinds}
-    result["interchange"] = interchanged(model, given)
-    result |= processed(given["folder"], given)
-    torch.save(result, outputs)
+    result["interchange"] = interchanged(model, inputs)
+    result |= processed(inputs["folder"], inputs)
+    torch.save(result, target)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from bridge.arguments import check_choice, check_types
 from bridge.generation.penalties import add_penalties
 from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
-from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.interventions.probes import FittedProbe
+from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.run.inputs import (
     TAKEN_BY,
     Input,

@@ -64,7 +64,7 @@ def test_one_text(bridge: TransformerBridge, probes: list[FittedProbe], cached: 
 def test_rows_of_several_lengths(
     bridge: TransformerBridge, probes: list[FittedProbe], side: str, kind: str
 ) -> None:
-    """Padded in front, and behind where a row has ended before the others."""
+    """Left-padded prompts, and padding after rows that end before the others."""
     batch = bridge.batch_of(TEXTS, None, side)
     ends = {"eos_token_id": [bridge.to_single_token(" the"), bridge.to_single_token(".")]}
     options = {"attention_mask": batch.mask, "return_type": kind, "padding_side": side, **ends}
