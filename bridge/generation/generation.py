@@ -292,11 +292,8 @@ def generate(
         input, options: as for `TransformerBridge.generate`.
         program: a module whose `generate` is called in place of the model's.
     """
-    if program is not None and _records(options):
-        raise ValueError(
-            f"{_records(options)} is not available with a program: what it captures is not kept for"
-            " each step"
-        )
+    if program is not None:
+        _refuse_recording(options)
     check_return_type(options.return_type)
     by_point = probes_at(options.readings, bridge)
     prompt, arguments = prepared(bridge, input, options)
@@ -304,9 +301,7 @@ def generate(
         _check_readings(bridge, prompt, options)
     if is_as_text(options.return_type, prompt) and not options.output_logits:
         _ = bridge.tokenizer_facts  # an error now rather than after the generation
-    recorder = None
-    if _records(options):
-        recorder = _step_recorder(bridge, options, arguments, by_point)
+    recorder = _step_recorder(bridge, options, arguments, by_point) if _records(options) else None
     if options.output_logits:
         arguments |= {"output_logits": True, "return_dict_in_generate": True}
     bar = _bar(options.max_new_tokens, options.verbose)
@@ -320,11 +315,7 @@ def generate(
     if recorder is not None:
         values = _recorded(recorder, prompt, sequences, options)
         if options.return_cache:
-            right_padded = _right_padded(prompt, options)
-            given_back = recorder.given_back(values, prompt.rows, right_padded)
-            cache = ActivationCache(given_back, bridge)
-            cache.mixes_adapters = arguments.get("adapter_names") is not None
-            results.append(cache)
+            results.append(_cache(bridge, recorder, values, prompt, options))
         if by_point:
             results.append(_readings(by_point, values, prompt, sequences, generation.endings))
     if options.return_input_tokens:
@@ -364,12 +355,20 @@ def _recorded(
     return recorder.put_together(before + sequences.shape[1] - 1, explicit)
 
 
-def _right_padded(prompt: GenerationPrompt, options: GenerationOptions) -> bool:
-    """Tell whether the cache is right-padded: as the returned tokens; text and logits have no such
-    padding.
-    """
+def _cache(
+    bridge: RunnableBridge,
+    recorder: StepRecorder,
+    values: dict[str, Tensor],
+    prompt: GenerationPrompt,
+    options: GenerationOptions,
+) -> ActivationCache:
+    """Return recorded activations as a cache, with each token where the user's sequences have it."""
+    # Returned tokens are padded as the user's are; text and logits have no such padding.
     returns_tokens = options.return_type is not None and not is_as_text(options.return_type, prompt)
-    return returns_tokens and not options.output_logits and prompt.to_the_right
+    right_padded = returns_tokens and not options.output_logits and prompt.to_the_right
+    cache = ActivationCache(recorder.given_back(values, prompt.rows, right_padded), bridge)
+    cache.mixes_adapters = options.more.get("adapter_names") is not None
+    return cache
 
 
 def _records(options: GenerationOptions) -> str:
@@ -377,6 +376,13 @@ def _records(options: GenerationOptions) -> str:
     if options.return_cache:
         return "return_cache"
     return "readings" if options.readings else ""
+
+
+def _refuse_recording(options: GenerationOptions) -> None:
+    if feature := _records(options):
+        raise ValueError(
+            f"{feature} is not available with a program: what it captures is not kept for each step"
+        )
 
 
 def _check_readings(

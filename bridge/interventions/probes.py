@@ -557,6 +557,26 @@ def _fields_of(entry: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise InterventionsFileError(f"its probe is {entry!r}; it has to have {', '.join(names)}")
     if not all(isinstance(value, str) for value in entry.values()):
         raise InterventionsFileError(f"its probe is {entry!r}; the fields have to be text")
+    _check_tensors(tensors)
+    bias, alpha, threshold = tensors["numbers"].tolist()
+    report = tensors.get("report")
+    return {
+        **entry,
+        "values": tensors["values"],
+        "queries": tensors.get("queries"),
+        "bias": bias,
+        "alpha": alpha,
+        "threshold": threshold,
+        "fitted": None if report is None else _report_of(report.tolist()),
+    }
+
+
+def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Check the names and shapes of a file's tensors.
+
+    Raises:
+        InterventionsFileError: they are not those of a probe.
+    """
     sizes = {"numbers": 3, "report": len(fields(ProbeReport))}
     expected = {"values", "numbers", *(tensors.keys() & {"queries", "report"})}
     if tensors.keys() != expected:
@@ -570,17 +590,6 @@ def _fields_of(entry: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, size in sizes.items():
         if name in tensors and tensors[name].shape != (size,):
             raise InterventionsFileError(f"{name} is {shown(tensors[name])}; it has {size} numbers")
-    bias, alpha, threshold = tensors["numbers"].tolist()
-    report = tensors.get("report")
-    return {
-        **entry,
-        "values": tensors["values"],
-        "queries": tensors.get("queries"),
-        "bias": bias,
-        "alpha": alpha,
-        "threshold": threshold,
-        "fitted": None if report is None else _report_of(report.tolist()),
-    }
 
 
 def _report_of(numbers: Sequence[float]) -> ProbeReport:
