@@ -362,7 +362,7 @@ def _cache(
     prompt: GenerationPrompt,
     options: GenerationOptions,
 ) -> ActivationCache:
-    """Return recorded activations as a cache, with each token where the user's sequences have it."""
+    """Return recorded activations as a cache, each token where the user's sequences have it."""
     # Returned tokens are padded as the user's are; text and logits have no such padding.
     returns_tokens = options.return_type is not None and not is_as_text(options.return_type, prompt)
     right_padded = returns_tokens and not options.output_logits and prompt.to_the_right
