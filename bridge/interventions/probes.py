@@ -593,7 +593,8 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
 
 
 def _report_of(numbers: Sequence[float]) -> ProbeReport:
-    return ProbeReport(*numbers[:-1], rows=int(numbers[-1]))
+    values: dict[str, Any] = dict(zip((f.name for f in fields(ProbeReport)), numbers, strict=True))
+    return ProbeReport(**{**values, "rows": int(values["rows"])})
 
 
 def probes_at(probes: Sequence[FittedProbe], bridge: StudiedBridge) -> dict[str, list[FittedProbe]]:
