@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Beside .venv: TransformerLens 4.3 and nnsight.
 PEER := .peers
 
-.PHONY: demo test quick real slow sharded clients programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
+.PHONY: demo test quick real slow sharded clients methods programs suites reference gpu export engine check docs notebooks pages format benchmarks models properties mutants matrix dist sdist extras clean
 
 demo: $(RUNS)
 	@echo "loading torch and transformers; the first time takes the longest, as Python compiles what they import"
@@ -62,6 +62,11 @@ $(EXPORT)/.installed: $(STAMP)
 CLIENTS := .clients
 clients: $(CLIENTS)/.installed
 	HF_HUB_OFFLINE=1 WANDB_MODE=disabled UNCHECKED=1 $(CLIENTS)/bin/python -m pytest -n 0 tests/clients -m clients
+
+# Each method with a paper, beside other code, and the table of docs/methods.md: ten minutes. `make methods ONLY="Tuned EAP"`
+# prints the rows with these words.
+methods: $(CLIENTS)/.installed
+	PYTHONPATH=. HF_HUB_OFFLINE=1 UNCHECKED=1 $(CLIENTS)/bin/python -m benchmarks.methods $(ONLY)
 
 $(CLIENTS)/.installed: $(STAMP) Makefile
 	rm -rf $(CLIENTS)

@@ -70,6 +70,7 @@ class GenerationMethods(RunMethods, WeightMethods):
         output_logits: bool = False,
         return_cache: bool = False,
         return_input_tokens: bool = False,
+        readings: Sequence[FittedProbe] = (),
         stop_strings: str | Sequence[str] | None = None,
         stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None,
         names_filter: NamesFilter = None,
@@ -106,6 +107,9 @@ class GenerationMethods(RunMethods, WeightMethods):
             return_cache: also return the activations of every token that the model processed: all
                 but the last, which is only predicted. They are collected from the steps themselves.
             return_input_tokens: also return the prompt's tokens.
+            readings: probes; also return their readings, as `readings` does for texts: for each
+                row, the `ProbeReading` of each probe by its name, of the row's own tokens but the
+                last. With `return_cache`, their hook points are in the cache, too.
             stop_strings: end a row when its text ends with one of these.
             stopping_criteria: one of transformers' `StoppingCriteria`, or a list of them.
             names_filter, device: for the cache, as in `run_with_cache`.
@@ -118,13 +122,14 @@ class GenerationMethods(RunMethods, WeightMethods):
                 `forward` (`attention_mask`, `decoder_input_ids`, `pixel_values`, ...).
 
         Returns:
-            The continued prompts; with `return_cache` or `return_input_tokens`, a tuple of output,
-            cache and input tokens.
+            The continued prompts; with `return_cache`, `readings` or `return_input_tokens`, a tuple
+            of output, cache, readings and input tokens, without those that were not requested.
 
         Raises:
             TypeError: an unknown argument, or a model that cannot generate.
-            ValueError: the context is full; text requested without a tokenizer; a cache requested
-                for beam search.
+            ValueError: the context is full; text requested without a tokenizer; a cache or readings
+                requested for beam search; readings of embeddings, or of several rows that stop
+                strings or criteria end.
 
         Example:
             >>> from bridge import TransformerBridge
@@ -164,6 +169,7 @@ class GenerationMethods(RunMethods, WeightMethods):
                 output_logits=output_logits,
                 return_cache=return_cache,
                 return_input_tokens=return_input_tokens,
+                readings=readings,
                 stop_strings=stop_strings,
                 stopping_criteria=stopping_criteria,
                 names_filter=names_filter,
@@ -312,8 +318,8 @@ class GenerationMethods(RunMethods, WeightMethods):
             input: as for `generate`.
             max_tokens_per_yield: the number of tokens in a piece, fewer in the last one (tokens
                 without text do not count); None: one piece per token or complete character.
-            arguments: as for `generate`, without `return_cache`, `return_input_tokens` and
-                `output_logits`.
+            arguments: as for `generate`, without `return_cache`, `return_input_tokens`,
+                `output_logits` and `readings`.
 
         Raises:
             TypeError: an unknown argument.
@@ -406,8 +412,8 @@ class GenerationMethods(RunMethods, WeightMethods):
 
         Args:
             input, arguments: as for `generate`, except `return_type`, `return_cache`,
-                `return_input_tokens`, `output_logits`, `names_filter` and `device`; `verbose` is
-                off by default.
+                `return_input_tokens`, `output_logits`, `readings`, `names_filter` and `device`;
+                `verbose` is off by default.
 
         Returns:
             The generation, for a ``with`` statement; afterwards it has `tokens` and `text`.

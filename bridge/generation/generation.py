@@ -7,7 +7,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ from bridge.generation.packed import with_unseen_keys
 from bridge.hooks.context import CURRENT, Generation, forward_pass
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.names import named_one_by_one
+from bridge.interventions.probes import FittedProbe, ProbeReading, probes_at, readings_of
 from bridge.modules import Finder
 from bridge.rows import BatchRows
 from bridge.run.inputs import Input, RunnableBridge
@@ -291,16 +292,16 @@ def generate(
         input, options: as for `TransformerBridge.generate`.
         program: a module whose `generate` is called in place of the model's.
     """
-    if program is not None and options.return_cache:
-        raise ValueError(
-            "return_cache is not available with a program: what it captures is not kept for each"
-            " step"
-        )
+    if program is not None:
+        _refuse_recording(options)
     check_return_type(options.return_type)
+    by_point = probes_at(options.readings, bridge)
     prompt, arguments = prepared(bridge, input, options)
+    if by_point:
+        _check_readings(bridge, prompt, options)
     if is_as_text(options.return_type, prompt) and not options.output_logits:
         _ = bridge.tokenizer_facts  # an error now rather than after the generation
-    recorder = _step_recorder(bridge, options, arguments) if options.return_cache else None
+    recorder = _step_recorder(bridge, options, arguments, by_point) if _records(options) else None
     if options.output_logits:
         arguments |= {"output_logits": True, "return_dict_in_generate": True}
     bar = _bar(options.max_new_tokens, options.verbose)
@@ -312,9 +313,11 @@ def generate(
     sequences = output["sequences"] if isinstance(output, ModelOutput) else output
     results = [output if options.output_logits else _result(bridge, prompt, sequences, options)]
     if recorder is not None:
-        cache = ActivationCache(_recorded(recorder, prompt, sequences, options), bridge)
-        cache.mixes_adapters = arguments.get("adapter_names") is not None
-        results.append(cache)
+        values = _recorded(recorder, prompt, sequences, options)
+        if options.return_cache:
+            results.append(_cache(bridge, recorder, values, prompt, options))
+        if by_point:
+            results.append(_readings(by_point, values, prompt, sequences, generation.endings))
     if options.return_input_tokens:
         results.append(prompt.tokens)
     return tuple(results) if len(results) > 1 else results[0]
@@ -342,16 +345,89 @@ def _recorded(
     sequences: Tensor,
     options: GenerationOptions,
 ) -> dict[str, Tensor]:
-    """Return the activations of a finished generation, by canonical name."""
+    """Return the activations of a finished generation, by canonical name, with each row's tokens
+    where the model had them.
+    """
     before = 0
     if prompt.tokens is None and recorder.pos == "pos" and "inputs_embeds" in prompt.kwargs:
         before = prompt.kwargs["inputs_embeds"].shape[1]
-    explicit = named_one_by_one(options.names_filter)
-    values = recorder.put_together(before + sequences.shape[1] - 1, explicit)
+    explicit = not options.return_cache or named_one_by_one(options.names_filter)
+    return recorder.put_together(before + sequences.shape[1] - 1, explicit)
+
+
+def _cache(
+    bridge: RunnableBridge,
+    recorder: StepRecorder,
+    values: dict[str, Tensor],
+    prompt: GenerationPrompt,
+    options: GenerationOptions,
+) -> ActivationCache:
+    """Return recorded activations as a cache, each token where the user's sequences have it."""
     # Returned tokens are padded as the user's are; text and logits have no such padding.
     returns_tokens = options.return_type is not None and not is_as_text(options.return_type, prompt)
     right_padded = returns_tokens and not options.output_logits and prompt.to_the_right
-    return recorder.given_back(values, prompt.rows, right_padded)
+    cache = ActivationCache(recorder.given_back(values, prompt.rows, right_padded), bridge)
+    cache.mixes_adapters = options.more.get("adapter_names") is not None
+    return cache
+
+
+def _records(options: GenerationOptions) -> str:
+    """Return the argument that needs the activations of each step, for errors; "" if none does."""
+    if options.return_cache:
+        return "return_cache"
+    return "readings" if options.readings else ""
+
+
+def _refuse_recording(options: GenerationOptions) -> None:
+    if feature := _records(options):
+        raise ValueError(
+            f"{feature} is not available with a program: what it captures is not kept for each step"
+        )
+
+
+def _check_readings(
+    bridge: RunnableBridge, prompt: GenerationPrompt, options: GenerationOptions
+) -> None:
+    """Check that every row's own tokens are known.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if bridge.core.config.is_encoder_decoder or prompt.tokens is None:
+        raise ValueError(
+            "readings are of a prompt of text or tokens, which a decoder continues: for an encoder,"
+            " or for embeddings, use bridge.readings or return_cache=True"
+        )
+    rows = len(prompt.tokens) * options.num_return_sequences
+    ends = options.stop_strings or options.stopping_criteria
+    if rows > 1 and ends:
+        raise ValueError(
+            f"readings are not available for {rows} rows with stop_strings or stopping_criteria:"
+            " the tokens do not show where a row ended. Generate the rows one by one, or use"
+            " bridge.readings on the finished texts"
+        )
+
+
+def _readings(
+    by_point: Mapping[str, Sequence[FittedProbe]],
+    values: Mapping[str, Tensor],
+    prompt: GenerationPrompt,
+    sequences: Tensor,
+    endings: Sequence[int],
+) -> list[dict[str, ProbeReading]]:
+    """Return each row's readings of its own tokens but the last, which no step has processed."""
+    assert prompt.tokens is not None  # see `_check_readings`
+    width, start = sequences.shape[1], prompt.tokens.shape[1]
+    stops = torch.tensor(endings, dtype=sequences.dtype, device=sequences.device)
+    ended = torch.isin(sequences[:, start:], stops)
+    # The tokens before a row's first ending; without one, all but the last.
+    behind = torch.where(ended.any(1), start + ended.int().argmax(1), width - 1).tolist()
+    readings = []
+    for row, tokens in enumerate(rows_of(prompt, sequences)):
+        own = slice(width - len(tokens), behind[row])
+        acts = {point: values[point][row, own] for point in by_point}
+        readings.append(readings_of(by_point, acts))
+    return readings
 
 
 def hf_generate(
@@ -494,13 +570,15 @@ def _counting(core: nn.Module, generation: Generation) -> Iterator[None]:
 
 
 def _step_recorder(
-    bridge: RunnableBridge, options: GenerationOptions, arguments: Kwargs
+    bridge: RunnableBridge, options: GenerationOptions, arguments: Kwargs, probed: Iterable[str]
 ) -> StepRecorder:
-    """Return a recorder of the chosen hook points; check that their steps can be joined to a
-    sequence."""
-    _check_own_tokens(bridge, arguments)
+    """Return a recorder of the chosen hook points, and of those of probes; check that their steps
+    can be joined to a sequence."""
+    feature = _records(options)
+    _check_own_tokens(bridge, arguments, feature)
     core = bridge.core
-    points = bridge.select_hooks(options.names_filter)
+    points = bridge.select_hooks(options.names_filter) if options.return_cache else []
+    points = list(dict.fromkeys([*points, *map(bridge.names.find, probed)]))
     known = accepted_arguments(type(core).forward)
     if "logits_to_keep" in known and any(point.name.startswith("unembed") for point in points):
         # All tokens: `generate` would keep the prompt's last logits alone.
@@ -510,7 +588,7 @@ def _step_recorder(
     bidirectional = bridge.cfg.attention_dir == "bidirectional"
     if caching and bidirectional and not core.config.is_encoder_decoder:
         raise ValueError(
-            f"return_cache is not available for {bridge.cfg.model_name}, which reads in both"
+            f"{feature} is not available for {bridge.cfg.model_name}, which reads in both"
             " directions: what a step computes for a token changes with later tokens. Use"
             " run_with_cache on the finished sequence, or use_past_kv_cache=False."
         )
@@ -518,32 +596,32 @@ def _step_recorder(
     rows = [point.name for point in recorder.in_rows]
     if rows and (named_one_by_one(options.names_filter) or len(rows) == len(points)):
         raise ValueError(
-            f"return_cache is not available for {listed(rows)}: their rows at each step do not make"
+            f"{feature} is not available for {listed(rows)}: their rows at each step do not make"
             " those of the sequence. Use run_with_cache on the finished sequence, or"
             " use_past_kv_cache=False."
         )
     return recorder
 
 
-def _check_own_tokens(bridge: RunnableBridge, arguments: Kwargs) -> None:
+def _check_own_tokens(bridge: RunnableBridge, arguments: Kwargs, feature: str) -> None:
     """Check that the model processes only the tokens of the sequence, one by one.
 
     Raises:
         ValueError: it does not, so its activations cannot be kept.
     """
-    check_plain_loop(bridge, "return_cache", "Use run_with_cache on the finished sequence")
+    check_plain_loop(bridge, feature, "Use run_with_cache on the finished sequence")
     conflicts = [name for name in _OTHER_RUNS if chosen(bridge, arguments, name)]
     for name in ("num_beams", "guidance_scale"):
         if (chosen(bridge, arguments, name) or 1) != 1:
             conflicts.append(name)
     if conflicts:
         raise ValueError(
-            f"return_cache is not available with {', '.join(conflicts)}: they process tokens"
+            f"{feature} is not available with {', '.join(conflicts)}: they process tokens"
             " that do not stay in the sequence. Use run_with_cache on the finished sequence."
         )
     if past_of(arguments) is not None:
         raise ValueError(
-            "return_cache is not available with past_key_values: what was computed before is not"
+            f"{feature} is not available with past_key_values: what was computed before is not"
             " seen again. Generate from the whole prompt, or use run_with_cache on the finished"
             " sequence."
         )
@@ -617,7 +695,7 @@ def stream(bridge: RunnableBridge, input: Input, arguments: Kwargs) -> Iterator[
         bridge: the bridge.
         input, arguments: as for `TransformerBridge.generate_stream`.
     """
-    for name in ("return_cache", "return_input_tokens", "output_logits"):
+    for name in ("return_cache", "return_input_tokens", "output_logits", "readings"):
         if arguments.pop(name, False):
             raise ValueError(f"{name} is not for a stream; generate has it")
     for name in ("names_filter", "device"):

@@ -31,6 +31,7 @@ from bridge.arguments import check_choice, check_types
 from bridge.generation.penalties import add_penalties
 from bridge.hooks.context import Generation, without_hooks
 from bridge.hooks.names import NamesFilter, suggestion
+from bridge.interventions.probes import FittedProbe
 from bridge.rows import BatchRows, Side, check_said, check_zero_or_one
 from bridge.run.inputs import (
     TAKEN_BY,
@@ -505,6 +506,7 @@ class GenerationOptions(_SamplingOptions):
     output_logits: bool = False
     return_cache: bool = False
     return_input_tokens: bool = False
+    readings: Sequence[FittedProbe] = ()
     stop_strings: str | Sequence[str] | None = None
     stopping_criteria: StoppingCriteria | Sequence[StoppingCriteria] | None = None
     names_filter: NamesFilter = None

@@ -1,6 +1,6 @@
 """Interventions as data: operations on activations that are hook functions, and can be saved."""
 
-from bridge.interventions.files import OPERATIONS, InterventionsFileError, OtherModelError
+from bridge.interventions.files import OPERATIONS
 from bridge.interventions.interventions import Interventions, load
 from bridge.interventions.operations import (
     Add,
@@ -25,6 +25,7 @@ from bridge.interventions.probes import (
     ProbeReading,
     ProbeReport,
 )
+from bridge.interventions.stored import InterventionsFileError, OtherModelError
 from bridge.interventions.touching import Touching
 
 __all__ = [

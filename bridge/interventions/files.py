@@ -2,122 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from os import PathLike, fspath
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.hooks.context import HookFunction
-from bridge.hooks.studied_bridge import StudiedBridge
 from bridge.interventions.operations import KINDS, Condition, Operation
 from bridge.interventions.probes import Probe
+from bridge.interventions.stored import (
+    FileKind,
+    InterventionsFileError,
+    Model,
+    read_content,
+    refusing,
+    write,
+)
 
 Tensors = Mapping[str, Tensor]
 #: All operations, by name: a file cannot hold anything else.
 OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (*KINDS, Probe)}
-# --------------------------------------------------------------------------------------------------
-# The identity of the model that interventions were made on, and its comparison with another.
-# --------------------------------------------------------------------------------------------------
-
-
-class OtherModelError(ValueError):
-    """An error for interventions made on a model of another class, size or processing."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model that interventions were made on.
-
-    Attributes:
-        name: its name.
-        kind: its class.
-        sizes: its numbers of layers, heads, features, tokens.
-        processed: the processing of its weights.
-    """
-
-    name: str
-    kind: str
-    sizes: Mapping[str, int | None]
-    processed: Mapping[str, str]
-
-    @classmethod
-    def of(cls, bridge: StudiedBridge) -> Model:
-        """Return the identity of a bridge's model."""
-        cfg = bridge.cfg
-        sizes = {
-            name: getattr(cfg, name)
-            for name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab")
-        }
-        return cls(str(cfg.model_name), type(bridge.core).__name__, sizes, dict(cfg.processed))
-
-    @classmethod
-    def from_data(cls, data: object) -> Model:
-        """Build the model's identity from the output of `dataclasses.asdict`.
-
-        Raises:
-            ValueError: it is not such an output.
-        """
-        names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict) or data.keys() != {*names}:
-            raise ValueError(f"the model has to be described by {', '.join(names)}")
-        name, kind, sizes, processed = (data[field] for field in names)
-        texts = [name, kind, *processed.values()] if isinstance(processed, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the model's name, class and processing have to be text")
-        numbers = sizes.values() if isinstance(sizes, dict) else [""]
-        if not all(size is None or type(size) is int for size in numbers):
-            raise ValueError("the model's sizes have to be whole numbers")
-        return cls(name, kind, sizes, processed)
-
-    def check(self, bridge: StudiedBridge) -> None:
-        """Reject a model that differs from this one; warn if only the name differs.
-
-        Raises:
-            OtherModelError: its class, sizes or processing differ.
-        """
-        other = Model.of(bridge)
-        facts, other_facts = self._facts(), other._facts()
-        differences = [
-            f"{name} {facts.get(name)!r} there, {fact!r} here"
-            for name, fact in other_facts.items()
-            if facts.get(name) != fact
-        ]
-        if differences:
-            raise OtherModelError(
-                f"these interventions were made on {self.name}, which is another model than"
-                f" {other.name}: {'; '.join(differences)}"
-            )
-        if self.name != other.name:
-            warnings.warn(
-                f"these interventions were made on {self.name}, and this model is {other.name}:"
-                " their sizes are the same, what their features mean may not be",
-                stacklevel=4,
-            )
-
-    def _facts(self) -> dict[str, object]:
-        """Return the facts that must agree between two models."""
-        return {"class": self.kind, **self.sizes, "processing": dict(self.processed)}
-
-
-#: The second version has a checksum of the header and of the tensors.
-VERSION = 2
-_HEADER = "transformer_bridge_interventions"
-_PARTS, _CHECKSUM = ("version", "model", "interventions"), "checksum"
-
-
-class InterventionsFileError(ValueError):
-    """An error for a file without interventions, or of an unknown version."""
+#: The first version has no checksum.
+INTERVENTIONS = FileKind("interventions", (1, 2))
 
 
 def save(
@@ -126,13 +36,7 @@ def save(
     """Write interventions; see `Interventions.save`."""
     tensors: dict[str, Tensor] = {}
     entries = [_entry(index, *pair, tensors) for index, pair in enumerate(pairs)]
-    content = {
-        "version": VERSION,
-        "model": None if model is None else asdict(model),
-        "interventions": entries,
-    }
-    header = {**content, _CHECKSUM: _checksum(content, tensors)}
-    save_file(tensors, fspath(file), {_HEADER: json.dumps(header, allow_nan=False)})
+    write(file, INTERVENTIONS, entries, tensors, model)
 
 
 def _entry(
@@ -172,17 +76,6 @@ def _plain(value: object) -> object:
     return asdict(value) if isinstance(value, Condition) else value
 
 
-def _checksum(header: Mapping[str, object], tensors: Tensors) -> str:
-    """Return the SHA-256 of a header, and of the types, shapes and bytes of its tensors."""
-    total = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        header_of_tensor = f"{name} {tensor.dtype} {list(tensor.shape)}"
-        total.update(header_of_tensor.encode())
-        content = tensor.contiguous().reshape(-1).view(torch.uint8)
-        total.update(content.numpy().data)
-    return total.hexdigest()
-
-
 def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tuple[str, Operation]]:
     """Read the interventions of a file.
 
@@ -193,81 +86,16 @@ def read(file: str | PathLike[str], check: Callable[[Model], None]) -> list[tupl
     Raises:
         FileNotFoundError, InterventionsFileError: see `load`.
     """
-    path = Path(file)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    with refusing(path):
-        header, tensors = _read(path)
-        model, entries = _content(header, tensors)
-        if model is not None:
-            check(model)
+    with refusing(Path(file)):
+        entries, tensors = read_content(Path(file), INTERVENTIONS, check)
+        if not isinstance(entries, list):
+            raise InterventionsFileError("its interventions are no list")
         used: set[str] = set()
         pairs = [_pair(f"intervention {i}", x, tensors, used) for i, x in enumerate(entries)]
         unused = sorted(tensors.keys() - used)
         if unused:
             raise InterventionsFileError(f"the tensors {', '.join(unused)} are numbers of nothing")
         return pairs
-
-
-@contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """Turn errors raised inside the ``with`` statement into errors that name the file.
-
-    Raises:
-        InterventionsFileError: in place of the original error.
-    """
-    try:
-        yield
-    except OtherModelError:
-        raise
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        reason = "its header is nested too deeply" if deep else error.args[0]
-        raise InterventionsFileError(f"{path} cannot be used: {reason}") from error
-
-
-def _read(path: Path) -> tuple[object, dict[str, Tensor]]:
-    """Return the header and the tensors."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(_HEADER)
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise InterventionsFileError(f"it is not a safetensors file ({error})") from error
-    if text is None:
-        raise InterventionsFileError(
-            "it holds tensors, and nothing says which interventions they are of"
-        )
-    return json.loads(text, parse_constant=_refuse_constant), tensors
-
-
-def _refuse_constant(text: str) -> float:
-    raise InterventionsFileError(f"{text} is not a JSON number")
-
-
-def _content(header: object, tensors: Tensors) -> tuple[Model | None, list[object]]:
-    """Check a header; return the model and the interventions' entries."""
-    if not isinstance(header, dict) or "version" not in header:
-        raise InterventionsFileError("its header names no version")
-    version = header["version"]
-    if type(version) is not int or version not in (1, VERSION):
-        raise InterventionsFileError(
-            f"it is of version {version!r}; this library reads version {VERSION}"
-        )
-    names = _PARTS if version == 1 else (*_PARTS, _CHECKSUM)
-    if sorted(header) != sorted(names):
-        raise InterventionsFileError(
-            f"its header has {', '.join(sorted(header))}; it has to have {', '.join(names)}"
-        )
-    if header.pop(_CHECKSUM, None) not in (None, _checksum(header, tensors)):
-        raise InterventionsFileError(
-            "it is damaged: its checksum is another than the one that it names"
-        )
-    entries = header["interventions"]
-    if not isinstance(entries, list):
-        raise InterventionsFileError("its interventions are no list")
-    model = header["model"]
-    return None if model is None else Model.from_data(model), entries
 
 
 def _pair(name: str, entry: object, tensors: Tensors, used: set[str]) -> tuple[str, Operation]:

@@ -15,8 +15,9 @@ from bridge.arguments import size_of
 from bridge.hooks.context import HookFunction
 from bridge.hooks.hooks import HookPoint
 from bridge.hooks.studied_bridge import StudiedBridge
-from bridge.interventions.files import Model, read, refusing, save
+from bridge.interventions.files import read, save
 from bridge.interventions.operations import Operation, ProjectOut, axis_of
+from bridge.interventions.stored import Model, refusing
 
 # --------------------------------------------------------------------------------------------------
 # Checks of an operation's numbers against a model's sizes, as far as known before it runs.

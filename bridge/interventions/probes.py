@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,14 @@ from bridge.interventions.operations import (
     tokens_along,
     user_rows,
 )
+from bridge.interventions.stored import (
+    FileKind,
+    InterventionsFileError,
+    Model,
+    read_content,
+    refusing,
+    write,
+)
 
 #: How a probe's readings of the tokens become one number per text.
 AGGREGATIONS = ("last", "mean", "max", "multimax", "ema", "attention")
@@ -35,6 +45,8 @@ AGGREGATIONS = ("last", "mean", "max", "multimax", "ema", "attention")
 _DIRECTIONS, _SHUFFLES = 20, 5
 #: The minimum number of rows of each class: one is held out.
 _FEWEST = 3
+
+_FILE = FileKind("probe")
 
 Rows = Sequence[Tensor]
 Array = NDArray[Any]
@@ -415,6 +427,82 @@ class FittedProbe:
             )
         return hook
 
+    def save(self, file: str | PathLike[str], bridge: StudiedBridge | None = None) -> None:
+        """Write the probe to one safetensors file: tensors, and a header that describes them.
+
+        Args:
+            file: the path.
+            bridge: the model that it was fitted on, whose name, class and sizes are written too, so
+                that `load` rejects another one; None: only its hook point and width are checked.
+
+        Raises:
+            UnknownHookError, ValueError: it does not fit the model.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from pathlib import Path
+            >>> from bridge import TransformerBridge
+            >>> from bridge.interventions import FittedProbe
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> probe = FittedProbe(
+            ...     point="blocks.1.hook_resid_post", values=torch.ones(1, 128), over="mean"
+            ... )
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     probe.save(Path(folder) / "probe.safetensors", bridge)
+            ...     again = FittedProbe.load(Path(folder) / "probe.safetensors", bridge)
+            >>> torch.equal(again.values, probe.values), again.over
+            (True, 'mean')
+        """
+        if bridge is not None:
+            self.check(bridge)
+        tensors = {"values": self.values, "numbers": [self.bias, self.alpha, self.threshold]}
+        if self.queries is not None:
+            tensors["queries"] = self.queries
+        if self.fitted is not None:
+            tensors["report"] = astuple(self.fitted)
+        # Numbers are tensors in float64: JSON does not know infinity, which a threshold may be.
+        stored = {
+            name: value.detach().cpu().clone().contiguous()
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=torch.float64, device="cpu")
+            for name, value in tensors.items()
+        }
+        entry = {"point": self.point, "over": self.over, "name": self.name}
+        write(file, _FILE, entry, stored, None if bridge is None else Model.of(bridge))
+
+    @classmethod
+    def load(cls, file: str | PathLike[str], bridge: StudiedBridge | None = None) -> FittedProbe:
+        """Read a probe that `save` wrote.
+
+        Args:
+            file: the path.
+            bridge: the model that it is for; None: not checked before the probe is used.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            InterventionsFileError: the file is damaged, contains something else, or has a format
+                that this version does not support; or the probe does not fit the model's hook
+                point.
+            OtherModelError: it was fitted on a model of a different class, size or processing. (If
+                only the name differs, there is a warning.)
+
+        Example:
+            >>> from bridge.interventions import FittedProbe
+            >>> FittedProbe.load("probe.safetensors")
+            Traceback (most recent call last):
+            FileNotFoundError: there is no file probe.safetensors
+        """
+
+        def check(model: Model) -> None:
+            if bridge is not None:
+                model.check(bridge, "this probe was")
+
+        with refusing(Path(file)):
+            probe = cls(**_fields_of(*read_content(Path(file), _FILE, check)))
+            if bridge is not None:
+                probe.check(bridge)
+            return probe
+
     def compare(
         self, bridge: Any, engine: Any, texts: Sequence[str], tolerance: float = 1e-4
     ) -> ProbeAgreement:
@@ -456,6 +544,57 @@ class FittedProbe:
         if len(self.weights) > 1:
             return torch.tensor([reading.value for reading in readings])
         return torch.cat([reading.tokens for reading in readings])
+
+
+def _fields_of(entry: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a probe's fields from a file's entry and tensors.
+
+    Raises:
+        InterventionsFileError: they are not those of a probe.
+    """
+    names = ("point", "over", "name")
+    if not isinstance(entry, dict) or entry.keys() != {*names}:
+        raise InterventionsFileError(f"its probe is {entry!r}; it has to have {', '.join(names)}")
+    if not all(isinstance(value, str) for value in entry.values()):
+        raise InterventionsFileError(f"its probe is {entry!r}; the fields have to be text")
+    _check_tensors(tensors)
+    bias, alpha, threshold = tensors["numbers"].tolist()
+    report = tensors.get("report")
+    return {
+        **entry,
+        "values": tensors["values"],
+        "queries": tensors.get("queries"),
+        "bias": bias,
+        "alpha": alpha,
+        "threshold": threshold,
+        "fitted": None if report is None else _report_of(report.tolist()),
+    }
+
+
+def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Check the names and shapes of a file's tensors.
+
+    Raises:
+        InterventionsFileError: they are not those of a probe.
+    """
+    sizes = {"numbers": 3, "report": len(fields(ProbeReport))}
+    expected = {"values", "numbers", *(tensors.keys() & {"queries", "report"})}
+    if tensors.keys() != expected:
+        raise InterventionsFileError(
+            f"it has the tensors {', '.join(sorted(tensors))}; a probe has values and numbers, and"
+            " may have queries and report"
+        )
+    for name in tensors.keys() & {"values", "queries"}:
+        if tensors[name].ndim != 2 or not tensors[name].is_floating_point():
+            raise InterventionsFileError(f"{name} is {shown(tensors[name])}; it is [head feature]")
+    for name, size in sizes.items():
+        if name in tensors and tensors[name].shape != (size,):
+            raise InterventionsFileError(f"{name} is {shown(tensors[name])}; it has {size} numbers")
+
+
+def _report_of(numbers: Sequence[float]) -> ProbeReport:
+    values: dict[str, Any] = dict(zip((f.name for f in fields(ProbeReport)), numbers, strict=True))
+    return ProbeReport(**{**values, "rows": int(values["rows"])})
 
 
 def probes_at(probes: Sequence[FittedProbe], bridge: StudiedBridge) -> dict[str, list[FittedProbe]]:

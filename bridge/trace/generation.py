@@ -26,6 +26,7 @@ _NOT_HERE = (
     "return_cache",
     "return_input_tokens",
     "output_logits",
+    "readings",
     "names_filter",
     "device",
     "return_type",

@@ -1,0 +1,1 @@
+"""Every method with a paper, beside other code: `make methods`."""
