@@ -19,6 +19,7 @@ from adapters.imports import is_compiling
 from adapters.linear import bias_of, head_results, project_per_head
 from adapters.norms import Norm, norm_points
 from adapters.points import LinkedPoint, MoreOfPoint, PointList, PointNames, Site, join, module_path
+from adapters.torch_hooks import refuse_other_gradients, refuse_other_hooks
 from adapters.views import (
     Affine,
     Biased,
@@ -32,7 +33,6 @@ from adapters.views import (
     SinkScores,
     View,
     columns,
-    refuse_other_hooks,
 )
 
 T = TypeVar("T")
@@ -69,7 +69,9 @@ class PerHeadInput(Derived):
         # gradient makes copies.
         normed = new
         if call.sources:
-            norm, _ = call.sources[0]
+            norm, entered = call.sources[0]
+            if len(call.sources) == 1:
+                refuse_other_gradients(call.input, norm, entered, call)
             normed = norm.forward(new.movedim(-2, 0)).movedim(0, -2)
         for _, shift in call.sources[1:]:
             normed = normed + shift.unsqueeze(-2)

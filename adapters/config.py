@@ -437,7 +437,7 @@ def _of_the_steps(architecture: Architecture, layers: list[nn.Module]) -> dict[s
     for layer, module in enumerate(layers):
         norms = architecture.stack.block_at(layer).norms
         if norms and norms[0].kind.name is not None:
-            eps = norms[0].kind.epsilon(module_at(module, norms[0].path))
+            eps = norms[0].kind.stored_epsilon(module_at(module, norms[0].path))
             break
     kind = architecture.norm_kind
     forms = forms_of(architecture.stack.every_block)

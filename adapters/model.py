@@ -16,7 +16,7 @@ from adapters.building import hook_points
 from adapters.config import ModelConfig, config_of, model_config
 from adapters.inputs import Given
 from adapters.plain_model import PlainModel
-from adapters.points import Point, base_path, core_of, has_module, join, module_path
+from adapters.points import Point, base_path, core_of, has_module, join, module_at, module_path
 from adapters.registry import UnsupportedModelError, check_modules, declaration_for, is_declared
 from adapters.spread import Layout, SpreadModelError, layout_of
 from adapters.tuners import is_of_peft
@@ -203,7 +203,7 @@ def misfit(declared: ModelMap, model: nn.Module) -> str:
         model: the model.
     """
     name = type(declared.core).__name__
-    if other := _other_number(declared.core):
+    if other := _other_number(declared.core) or _replaced_norm(declared, model):
         return f"{name}: {other} (was one changed after loading?)"
     for point in declared.points:
         path = module_path(point.site.path)
@@ -242,6 +242,19 @@ def misfit(declared: ModelMap, model: nn.Module) -> str:
                     f"{path.rpartition('.')[0]} of {name} {others}, and its configuration says"
                     " otherwise (was it changed after loading?)"
                 )
+    return ""
+
+
+def _replaced_norm(declared: ModelMap, model: nn.Module) -> str:
+    """Describe the first norm of a block whose module has no epsilon, as one that was put in its
+    place; return "" if all have one.
+    """
+    for index, path in enumerate(declared.block_paths):
+        block = module_at(model, path)
+        for norm in declared.architecture.stack.block_at(index).norms:
+            module = module_at(block, norm.path)
+            if norm.kind.name is not None and norm.kind.stored_epsilon(module) is None:
+                return f"the norm {join(path, norm.path)} has no epsilon"
     return ""
 
 

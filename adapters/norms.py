@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from adapters.linear import materialized
 from adapters.points import MoreOfPoint, Point, PointList, Site
+from adapters.torch_hooks import refuse_other_hooks
 from adapters.tuners import working_norm
-from adapters.views import Call, Composed, Copied, Derived, View, refuse_other_hooks
+from adapters.views import Call, Composed, Copied, Derived, View
 from adapters.views.values import is_readable
 
 
@@ -209,6 +210,12 @@ class NormKind:
         """Return the epsilon of a norm of this kind."""
         return eps_of(self.normalizer(module)) if self.eps is None else self.eps
 
+    def stored_epsilon(self, module: nn.Module) -> float | None:
+        """Return the epsilon of a norm of this kind; None if its module has none, such as one that
+        was put in the place of a norm.
+        """
+        return stored_eps(self.normalizer(module)) if self.eps is None else self.eps
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -245,8 +252,8 @@ def parameter_names(module: nn.Module) -> tuple[str, str]:
     return own[0], own[1] if len(own) > 1 else "bias"
 
 
-def eps_of(module: nn.Module) -> float:
-    """Return the norm's epsilon, whatever name its class gives it."""
+def stored_eps(module: nn.Module) -> float | None:
+    """Return the norm's epsilon, whatever name its class gives it; None if it has none."""
     for name in ("eps", "variance_epsilon", "epsilon"):
         value = getattr(module, name, None)
         if value is not None:
@@ -254,7 +261,19 @@ def eps_of(module: nn.Module) -> float:
     if isinstance(module, nn.RMSNorm):  # torch's default
         dtype = torch.float32 if module.weight is None else module.weight.dtype
         return torch.finfo(dtype).eps
-    raise AttributeError(f"{type(module).__name__} has none of eps, variance_epsilon, epsilon")
+    return None
+
+
+def eps_of(module: nn.Module) -> float:
+    """Return the norm's epsilon.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    eps = stored_eps(module)
+    if eps is None:
+        raise AttributeError(f"{type(module).__name__} has none of eps, variance_epsilon, epsilon")
+    return eps
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -376,6 +376,7 @@ THEIRS = {
     "_current_frames",
     "_forward_pre_hooks",
     "_backward_hooks",
+    "_backward_pre_hooks",
     "_version",
     "_base",
     "_compiled_call_impl",

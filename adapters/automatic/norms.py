@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from adapters.norms import Norm, NormKind, eps_of, parameter_names
+from adapters.norms import Norm, NormKind, parameter_names, stored_eps
 from adapters.observe.observe import WRONG, ModuleCall, NotFound, one_line
 from adapters.observe.recognised import (
     TOLERANCES,
@@ -126,7 +126,7 @@ def norm_kind(call: ModuleCall) -> NormKind | None:
         return None
     if not _has_parameters_for(call.module, x):
         return None
-    stored = _stored_epsilon(call)
+    stored = stored_eps(call.module)
     kind = None
     if call.has_one_argument and x.dtype in TOLERANCES and not isinstance(call.module, nn.Identity):
         try:
@@ -236,14 +236,6 @@ def _gate_of(
         if agree(normed.value * gate.value.sigmoid(), output):
             return gate
     return None
-
-
-def _stored_epsilon(call: ModuleCall) -> float | None:
-    """Return the epsilon stored in a module, or None."""
-    try:
-        return eps_of(call.module)
-    except AttributeError:
-        return None
 
 
 def _with_epsilon(kind: NormKind, stored: float | None) -> NormKind | None:

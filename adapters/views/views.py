@@ -137,38 +137,6 @@ class Call:
 NO_CALL = Call(nn.Identity(), (), {})
 
 
-def refuse_other_hooks(x: Tensor, module: nn.Module, entered: Tensor, call: Call) -> None:
-    """Reject an edit that computes a module's output anew where a torch hook, which is not the
-    library's, changed this output: its change would be lost.
-
-    Args:
-        x: the output, as the model continues with it. An earlier edit of this call may have
-            computed it anew, after it was compared.
-        module: the module.
-        entered: the module's input.
-        call: the call at the hook point's site, of this module or of one that reads its output.
-
-    Raises:
-        RuntimeError: a hook changed it.
-    """
-    hooks = module._forward_hooks
-    if module is not call.module:
-        hooks = hooks or call.module._forward_pre_hooks
-    if not hooks or "compared" in call.scratch or not is_readable(x):
-        return
-    call.scratch["compared"] = True
-    told = call.told if module is call.module else {}
-    with torch.no_grad():
-        own = module.forward(entered, **told)
-    off = (own.reshape(x.shape) - x).abs().max()
-    if off > 1e3 * torch.finfo(x.dtype).eps * x.abs().max():
-        raise RuntimeError(
-            "edits of this hook point, and gradients there, compute the output of a"
-            f" {type(module).__name__} anew, and a torch hook changes this output, which would be"
-            " lost: remove the torch hook, or use a hook point behind it"
-        )
-
-
 def split(x: Tensor, n: int) -> Tensor:
     """Reshape ``... (n d) -> ... n d``, as a view. (`Tensor.unflatten` does the same through
     several layers of Python.)

@@ -931,7 +931,7 @@ class RunMethods(HookMethods):
             HookPoint(model.layers.1.mlp.act_fn.hook_out: [batch pos d])
             >>> _, cache = bridge.run_with_cache("Mary and John", names_filter=point)
             >>> cache[point].shape
-            torch.Size([1, 4, 512])
+            torch.Size([1, 4, 344])
         """
         check_choice("border", border, ("output", "input"))
         name = name_at(path, border, key)

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from adapters.linear import whole
+from adapters.torch_hooks import is_users_own
 from adapters.views.basis import InBasis
 from bridge.bases.bases import modules_of
 from bridge.bridge import TransformerBridge
@@ -101,17 +102,12 @@ def of_module(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-#: Packages whose own hooks on a model are told by its class and its weights.
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bridge", "adapters")
-
-
 def _torch_hooks(model: nn.Module) -> list[str]:
     """Return the torch hooks around forwards that are the user's own: where, and their names."""
     listed = []
     for path, module in model.named_modules():
         for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
-            package = (getattr(hook, "__module__", None) or "").partition(".")[0]
-            if package not in _PACKAGES:
+            if is_users_own(hook):
                 listed.append(f"{path} {getattr(hook, '__qualname__', type(hook).__qualname__)}")
     return listed
 

@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from adapters.imports import checkpointing_method
 from adapters.points import Site, call_number, core_path, module_path
+from adapters.torch_hooks import refuse_other_hooks
 from adapters.views import Args, Call, Kwargs
 from adapters.views.values import is_readable, same_bits
-from adapters.views.views import NO_CALL, refuse_other_hooks
+from adapters.views.views import NO_CALL
 from bridge.hooks.context import CURRENT, ForwardPass, SourceSite
 from bridge.hooks.hooks import HookPoint, keeps_values, wants_gradients
 from bridge.modules import Finder, NotCopied, argument, element_of, with_argument, with_element

@@ -74,3 +74,83 @@ def test_no_change_of_a_torch_hook_is_lost(model_type: str) -> None:
                 )
             handle.remove()
     assert kept > 10 * refused > 0
+
+
+def halved(x: Tensor) -> Tensor:
+    return 0.5 * x + 0.5 * x.detach()
+
+
+def by_tensor_hook(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: gradient / 2)
+
+
+#: Torch hooks that change a gradient, and no value.
+GRADIENTS_ALONE: dict[str, Any] = {
+    "forward hook": lambda module: module.register_forward_hook(
+        lambda module, args, output: halved(output)
+    ),
+    "tensor hook": lambda module: module.register_forward_hook(by_tensor_hook),
+    "backward hook": lambda module: module.register_full_backward_hook(
+        lambda module, grad_input, grad_output: (grad_input[0] / 2,)
+    ),
+    "backward pre-hook": lambda module: module.register_full_backward_pre_hook(
+        lambda module, grad_output: (grad_output[0] / 2,)
+    ),
+}
+
+
+class Halved(nn.Module):
+    """A module that does in its forward what those hooks do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.eps = getattr(inner, "variance_epsilon", None)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(self.inner(x))
+
+
+def gradients(bridge: TransformerBridge, name: str) -> list[Tensor]:
+    """The gradients at a hook point; HookedTransformer's norms give theirs three times."""
+    listed: list[Tensor] = []
+    with bridge.hooks(bwd_hooks=[(name, lambda gradient, hook: listed.append(gradient.clone()))]):
+        bridge(TOKENS)[0, -1, 3].backward()
+    return listed
+
+
+@pytest.mark.parametrize("how", list(GRADIENTS_ALONE))
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn.v_proj", "mlp.up_proj"])
+def test_no_change_of_a_gradient_alone_is_lost(how: str, part: str) -> None:
+    """Each gradient in the block, beside the hook, is that of the model with the module halved."""
+    path = f"model.layers.0.{part}"
+    hooked = TransformerBridge(tiny_model("llama"))
+    module = hooked.original_model.get_submodule(path)
+    GRADIENTS_ALONE[how](module)
+    right = TransformerBridge(tiny_model("llama"))
+    right.original_model.set_submodule(path, Halved(right.original_model.get_submodule(path)))
+    refused = 0
+    for name, point in hooked.hook_dict.items():
+        # At the module's own output it depends on the order of the hooks.
+        if not name.startswith("blocks.0.") or point.point.site.path == path:
+            continue
+        try:
+            beside = gradients(hooked, name)
+        except RuntimeError as error:
+            refused += "a torch hook" in str(error)
+            continue
+        torch.testing.assert_close(beside, gradients(right, name), atol=1e-6, rtol=1e-5, msg=name)
+    assert (refused > 0) == (part != "mlp.up_proj")
+
+
+def test_a_norm_that_was_replaced() -> None:
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+    model.model.layers[0].input_layernorm = nn.Sequential(norm)
+    bridge = TransformerBridge(model)
+    assert bridge.offered().inferred
+    torch.testing.assert_close(bridge(TOKENS), model(TOKENS).logits)

@@ -110,7 +110,9 @@ def test_an_edit_that_another_hook_would_lose():
     output = model.model.layers[0].self_attn.o_proj
     output.register_forward_hook(lambda module, args, output: output * 2)
     hooks = [("blocks.0.attn.hook_result", lambda x, hook: x)]
-    with pytest.raises(RuntimeError, match="a torch hook on this Linear changes it"):
+    with pytest.raises(
+        RuntimeError, match="of a Linear anew, and a torch hook changes this output"
+    ):
         bridge.run_with_hooks(TOKENS, fwd_hooks=hooks)
 
 
