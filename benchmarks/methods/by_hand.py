@@ -609,6 +609,26 @@ def sparse_features() -> Sequence[Pair]:
 
 
 @method(
+    "Masked components of a weight",
+    "how_to_weight_components.md",
+    "Bushnaq et al. 2025",
+    "https://arxiv.org/abs/2506.20790",
+)
+@torch.no_grad()
+def components() -> Sequence[Pair]:
+    tokens, weight = pairs().clean, "layers.1.mlp.down_proj"
+    d_out, d_in = module(weight).weight.shape
+    V, U, mask = drawn(d_in, 8) / 16, drawn(8, d_out, seed=1) / 4, drawn(8, seed=2).sigmoid()
+    point = ours().add_components("blocks.1.mlp.W_out", V, U)
+    logits = ours().run_with_hooks(tokens, fwd_hooks=[(point, lambda x, hook: x * mask)])
+    ours().remove_basis(point)
+    _, kept = run(tokens, keep=[f">{weight}"])
+    return [
+        (logits, run(tokens, {weight: lambda y: y + (kept[f">{weight}"] @ V * (mask - 1)) @ U})[0])
+    ]
+
+
+@method(
     "Transcoder in place of an MLP",
     "bases.md",
     "Dunefsky et al. 2024",

@@ -2,5 +2,6 @@
 
 from adapters.views.basis import Basis
 from bridge.bases.bases import CrossLayer, Directions, Neurons, Rotation
+from bridge.bases.components import Components
 
-__all__ = ["Basis", "CrossLayer", "Directions", "Neurons", "Rotation"]
+__all__ = ["Basis", "Components", "CrossLayer", "Directions", "Neurons", "Rotation"]

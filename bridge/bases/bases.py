@@ -13,10 +13,11 @@ from torch.nn.utils import parametrizations
 
 from adapters.config import ModelConfig
 from adapters.norms import NormalizedOutput, NormNormalized
-from adapters.points import LinkedPoint, Point
-from adapters.views import View
+from adapters.points import LinkedPoint, Point, module_at
+from adapters.views import Copied, View
 from adapters.views.basis import Basis, Error, InBasis, dense
 from adapters.views.values import fingerprints, is_readable
+from bridge.bases.components import sizes_of
 from bridge.hooks.hooks import HookPoint
 from bridge.modules import close, itself
 
@@ -207,7 +208,7 @@ class BasisRequest:
         error, skip = self.error, self.skip
         if later:
             error, skip = "keep" if self.keeps else "drop", None
-        reads = [(hook.name, _readable(hook, model)) for hook in self.reads]
+        reads = [(hook.name, _readable(hook, base, model)) for hook in self.reads]
         view = InBasis(
             full,
             base.view,
@@ -306,8 +307,8 @@ def written_later(
     return writes
 
 
-def _readable(reads: HookPoint, model: nn.Module) -> View:
-    """Return how a basis reads a hook point other than its own.
+def _readable(reads: HookPoint, base: HookPoint, model: nn.Module) -> View:
+    """Return how a basis reads a hook point other than its own, `base`.
 
     Raises:
         ValueError: it depends on its module's call, or on other sites.
@@ -323,6 +324,9 @@ def _readable(reads: HookPoint, model: nn.Module) -> View:
             " input"
         )
     at_module = point.site.kind in ("input", "output")
+    own_input = point.site == replace(base.point.site, kind="input")
+    if own_input and isinstance(view, Copied) and sizes_of(module_at(model, point.site.path)):
+        view = view.inner  # a linear layer does not write over its input
     if view.contextual or view.at_once or point.sources or not at_module:
         raise ValueError(
             f"a basis that writes elsewhere cannot read at {reads.name}, which is computed inside"

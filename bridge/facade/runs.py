@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adapters.points import Border
+from adapters.points import Border, module_at
 from adapters.views.basis import Basis, Error, InBasis
 from bridge import lens as lenses
 from bridge.arguments import check_choice, check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
+from bridge.bases.components import components_of, layer_of
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
 from bridge.hooks.context import Listener, Scope
@@ -40,7 +41,7 @@ from bridge.run.run import (
 )
 from bridge.run.spans import is_chat
 from bridge.run.tokenization import Texts
-from bridge.wiring.submodules import name_at, place_of
+from bridge.wiring.submodules import check_path, name_at, place_of
 
 
 class RunMethods(HookMethods):
@@ -663,6 +664,55 @@ class RunMethods(HookMethods):
         if not request.keeps:
             self.wiring.add(hook, Listener("fwd", as_they_are, None, permanent=True))
         return hook
+
+    def add_components(
+        self,
+        weight: str,
+        V: Float[Tensor, "d_in _"],
+        U: Float[Tensor, "_ d_out"],
+        name: str = "components",
+        *,
+        rest: Literal["keep", "drop"] = "keep",
+    ) -> HookPoint:
+        """Add a hook point at the rank-one components of a weight: ``weight = V @ U`` plus a rest.
+        Its activation, ``x @ V`` of the layer's input, is ``[batch, pos, feature]``, a feature for
+        each component; to multiply it is to mask components, in each row its own (Bushnaq et al.
+        2025, "Stochastic Parameter Decomposition", https://arxiv.org/abs/2506.20790). It is a
+        basis of the layer's output: see `add_basis`.
+
+        Args:
+            weight: a weight's name, such as ``"blocks.1.mlp.W_out"``, or the path of a linear
+                layer, such as ``"model.layers.1.mlp.down_proj"``.
+            V: the directions that the components read.
+            U: the directions that they write.
+            name: the last part of the hook point's name.
+            rest: the part of the weight that no component has. ``"keep"``: it stays. ``"drop"``: in
+                every run, the layer adds only the components and its bias.
+
+        Returns:
+            The hook point, with the name ``PATH.hook_out.NAME``.
+
+        Raises:
+            ValueError: there is no such layer; it is not linear; the weight is a part of a fused
+                one; the factors do not fit; the name is taken.
+
+        Example:
+            >>> import torch
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> U, S, Vh = torch.linalg.svd(bridge.W_out[1], full_matrices=False)
+            >>> point = bridge.add_components("blocks.1.mlp.W_out", U[:, :8] * S[:8], Vh[:8])
+            >>> point
+            HookPoint(model.layers.1.mlp.down_proj.hook_out.components: [batch pos feature])
+            >>> without_first = [(point, lambda x, hook: x.index_fill(-1, torch.tensor([0]), 0))]
+            >>> logits = bridge.run_with_hooks("Mary and John", fwd_hooks=without_first)
+        """
+        check_choice("rest", rest, ("keep", "drop"))
+        path = layer_of(weight, self.hook_dict, self.original_model)
+        check_path(path, self.original_model)
+        components = components_of(module_at(self.original_model, path), path, V, U, rest)
+        read, written = self.at(path, "input"), self.at(path)
+        return self.add_basis(written, name, components, reads=read, error=rest)
 
     @contextmanager
     def basis(

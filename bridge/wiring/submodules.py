@@ -66,6 +66,16 @@ def name_at(path: str, border: Border, key: int | str | None) -> str:
     return name if key is None else f"{name}_{key}"
 
 
+def check_path(path: str, model: nn.Module) -> None:
+    """Check that a model has a module at a path.
+
+    Raises:
+        SubmoduleError: it has none; the message names those that are near.
+    """
+    if not path or module_path(path) not in dict(model.named_modules(remove_duplicate=False)):
+        raise SubmoduleError(_no_module(model, path))
+
+
 def place_of(
     wiring: Wiring,
     path: str,
@@ -84,8 +94,7 @@ def place_of(
         SubmoduleError: see there.
     """
     model, site = wiring.model, Site(path, border, key)
-    if not path or module_path(path) not in dict(model.named_modules(remove_duplicate=False)):
-        raise SubmoduleError(_no_module(model, path))
+    check_path(path, model)
     if wiring.sharing is not None:
         raise SubmoduleError(
             f"the model is spread over processes, and which part of {path} each of them has is not"

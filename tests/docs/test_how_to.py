@@ -35,6 +35,8 @@ TERMS = {
     "SAE features": "sae_features",
     "sparse autoencoder": "sae_features",
     "attribution graph": "attribution_graphs",
+    "weight component": "weight_components",
+    "parameter decomposition": "weight_components",
     "model diffing": "model_diffing",
     "vision patches": "vision_patches",
     "TransformerLens": "migrate",
