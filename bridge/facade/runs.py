@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -18,6 +19,7 @@ from bridge import lens as lenses
 from bridge.arguments import check_choice, check_positive
 from bridge.bases.bases import BasisRequest, modules_of, one_of, takes_over, written_later
 from bridge.bases.components import components_of, layer_of
+from bridge.bases.folders import read_folder
 from bridge.cache import ActivationCache, cache_of_run
 from bridge.facade.hooks import HookMethods
 from bridge.hooks.context import Listener, Scope
@@ -713,6 +715,74 @@ class RunMethods(HookMethods):
         components = components_of(module_at(self.original_model, path), path, V, U, rest)
         read, written = self.at(path, "input"), self.at(path)
         return self.add_basis(written, name, components, reads=read, error=rest)
+
+    def add_transcoders(
+        self,
+        folder: str | Path,
+        name: str = "transcoder",
+        *,
+        error: Literal["keep", "drop"] = "keep",
+    ) -> list[HookPoint]:
+        """Add the transcoders in a folder, one for each layer, or a cross-layer transcoder, as
+        bases (see `add_basis`), with the tensors in the model's dtype and on its device. Formats:
+        circuit-tracer's (a ``config.yaml``), and Gemma Scope 2's own.
+
+        Args:
+            folder: the folder, such as one that ``huggingface_hub.snapshot_download`` returns.
+                Files on the hub that its ``config.yaml`` names are downloaded.
+            name: the last part of the hook points' names.
+            error: as for `add_basis`.
+
+        Returns:
+            The hook point of each layer's features, as `attribution_graph` takes their names.
+
+        Raises:
+            FileNotFoundError: the folder, or a file that it names, is not there.
+            ValueError: a format that is not known; the number of layers, or a size, is not the
+                model's; the model lacks a hook point. Nothing is added.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import torch
+            >>> from safetensors.torch import save_file
+            >>> from bridge import TransformerBridge
+            >>> bridge = TransformerBridge.boot_embedded()
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> names = "feature_input_hook: hook_resid_mid\\nfeature_output_hook: hook_mlp_out"
+            >>> text = f"model_kind: transcoder_set\\n{names}"
+            >>> _ = (folder / "config.yaml").write_text(text)
+            >>> for layer in range(4):
+            ...     tensors = {"W_enc": torch.randn(9, 128), "b_enc": torch.zeros(9)}
+            ...     tensors |= {"W_dec": torch.randn(9, 128), "b_dec": torch.zeros(128)}
+            ...     save_file(tensors, folder / f"layer_{layer}.safetensors")
+            >>> bridge.add_transcoders(folder)[1]
+            HookPoint(blocks.1.hook_mlp_out.transcoder: [batch pos feature])
+        """
+        check_choice("error", error, ("keep", "drop"))
+        source = read_folder(folder)
+        source.check(self.cfg)
+        n_layers = self.cfg.n_layers
+        reads = [self._hook(f"blocks.{i}.{source.reads}") for i in range(n_layers)]
+        writes = [self._hook(f"blocks.{i}.{source.writes}") for i in range(n_layers)]
+        points: list[HookPoint] = []
+        with ExitStack() as undoing:
+            for i, layer in enumerate(source.layers):
+                layer.basis.to(self.cfg.device, self.cfg.dtype)
+                points.append(
+                    self.add_basis(
+                        writes[i],
+                        name,
+                        layer.basis,
+                        reads=reads[i],
+                        skip=layer.skip,
+                        error=error,
+                        later=writes[i + 1 :] if source.across else (),
+                    )
+                )
+                undoing.callback(self.remove_basis, points[-1])
+            undoing.pop_all()
+        return points
 
     @contextmanager
     def basis(

@@ -22,7 +22,11 @@ from circuit_tracer.replacement_model.replacement_model_transformerlens import (
     TransformerLensReplacementModel,
 )
 from circuit_tracer.transcoder import TranscoderSet
-from circuit_tracer.transcoder.single_layer_transcoder import SingleLayerTranscoder
+from circuit_tracer.transcoder.cross_layer_transcoder import load_clt
+from circuit_tracer.transcoder.single_layer_transcoder import (
+    SingleLayerTranscoder,
+    load_transcoder_set,
+)
 from circuit_tracer.utils.create_graph_files import (
     build_model,
     create_nodes,
@@ -34,7 +38,9 @@ from transformer_lens import HookedTransformerConfig
 from transformers import PreTrainedTokenizerFast
 
 from bridge import TransformerBridge
+from bridge.bases.folders import read_folder
 from bridge.features import AttributionGraph, attribution_graph
+from tests.bases.test_folders import FORMATS
 
 REFERENCE = Path(__file__).with_name("circuit_tracer.safetensors")
 TOKENS = torch.tensor([0, 3, 14, 7])
@@ -201,6 +207,41 @@ def test_it_reads_ours(tmp_path):
             assert (
                 node.node_id == graph_models.Node.feature_node(layer, node.ctx_idx, index).node_id
             )
+
+
+def loaded_by_them(kind, folder):
+    """The transcoders in a folder, by circuit-tracer's own loaders."""
+    options = {"lazy_encoder": False, "lazy_decoder": False, "dtype": torch.float32}
+    options |= {"device": torch.device("cpu")}
+    if kind == "across layers":
+        return load_clt(str(folder), **options)
+    special = {"Gemma Scope": "gemma-scope", "Gemma Scope 2": "gemma-scope-2"}.get(kind)
+    files = sorted(folder.glob("layer_*.safetensors")) or sorted(folder.glob("layer_*/params.*"))
+    names = {"feature_input_hook": "", "feature_output_hook": "", "scan": ""}
+    paths = dict(enumerate(map(str, files)))
+    return load_transcoder_set(paths, special_load_fn=special, **names, **options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if "2, across" not in kind])
+@torch.no_grad()
+def test_folders_as_they_load_them(tmp_path, kind):
+    """Features and reconstructions. (Their loader of Gemma Scope 2's cross-layer transcoders leaves
+    the last layer out.)
+    """
+    FORMATS[kind](tmp_path)
+    theirs, ours = loaded_by_them(kind, tmp_path), read_folder(tmp_path)
+    x = torch.randn(len(ours.layers), 5, 32, generator=torch.Generator().manual_seed(0))
+    features = theirs.encode(x)
+    total = [torch.zeros(5, 32) for _ in ours.layers]
+    for i, layer in enumerate(ours.layers):
+        torch.testing.assert_close(layer.basis.encode(x[i]), features[i], atol=1e-6, rtol=1e-6)
+        total[i] = total[i] + layer.basis.decode(features[i])
+        if layer.skip is not None:
+            total[i] = total[i] + layer.skip(x[i])
+        for ahead in range(1, layer.basis.n_later + 1):
+            total[i + ahead] = total[i + ahead] + layer.basis.decode_later(features[i], ahead)
+    right = theirs.decode(features) if kind == "across layers" else theirs.decode(features, x)
+    torch.testing.assert_close(torch.stack(total), right, atol=1e-5, rtol=1e-5)
 
 
 if __name__ == "__main__":
