@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +49,7 @@ from bridge.features import (
     direction,
     feature_attribution,
     interchange,
+    token_attribution,
     write_into_weights,
 )
 from bridge.interventions import Add, ProjectOut, Set, Swap
@@ -59,6 +61,7 @@ from bridge.patching import (
     get_act_patch_resid_pre,
     suppression,
 )
+from bridge.run.rules import declared_rules
 
 EDGES = ("embed->L0H0.v", "L0H0->L2H3.v", "L0H0->L1MLP", "L1MLP->L2H3.v", "L2H3->logits")
 STREAMS = [f">layers.{layer}" for layer in range(LAYERS)]
@@ -1041,3 +1044,28 @@ def composition() -> Sequence[Pair]:
             if a < b:
                 right[a, i, b, j] = (one @ other).norm() / one.norm() / other.norm()
     return [(own, right)]
+
+
+RULES = {
+    "gim": ("GIM", "Edin et al. 2025", "https://arxiv.org/abs/2505.17630"),
+    "relp": ("RelP", "Rezaei Jafari et al. 2025", "https://arxiv.org/abs/2508.21258"),
+    "attnlrp": ("AttnLRP", "Achtibat et al. 2024", "https://arxiv.org/abs/2402.05602"),
+}
+
+
+def _by_rules(name: str) -> Sequence[Pair]:
+    """Return the attribution of input tokens under gradient rules."""
+    from tests.run.test_rules import by_hand
+
+    tokens, answer = pairs().clean, 7
+    own = token_attribution(ours(), tokens, lambda logits: logits[:, -1, answer].sum(), name)
+    embeddings = hf().get_input_embeddings()(tokens).detach().requires_grad_()
+    logits = by_hand(hf(), embeddings, declared_rules(name))
+    (slope,) = torch.autograd.grad(logits[:, -1, answer].sum(), embeddings)
+    return [(own, (slope * embeddings).sum(-1).detach())]
+
+
+for _rules, (_title, *_paper) in RULES.items():
+    method(f"Gradient rules: {_title}", "how_to_gradient_rules.md", *_paper)(
+        functools.partial(_by_rules, _rules)
+    )

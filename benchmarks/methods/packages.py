@@ -17,12 +17,12 @@ from torch import Tensor
 from benchmarks.methods.by_hand import drawn, streams
 from benchmarks.methods.hooked import HEADS, LAYERS, ours, pairs, run
 from benchmarks.methods.table import Pair, method, numbers
-from bridge import TransformerBridge
+from bridge import Rules, TransformerBridge
 from bridge.analysis.head_detector import detect_head
 from bridge.bases import Directions
 from bridge.circuits import edge_attribution, edge_effects, node_attribution
 from bridge.embedded import MODEL_DIR
-from bridge.features import interchange
+from bridge.features import interchange, token_attribution
 from bridge.interventions import FittedProbe, Probe
 from bridge.interventions.probes import AGGREGATIONS
 from bridge.lens import TunedLens
@@ -512,6 +512,58 @@ def _with_pyvene(kind: Any) -> Sequence[Pair]:
             logits = interchange(own, BASE, SOURCE, hook, position=2)
         result.append((logits, other.logits))
     return result
+
+
+@method(
+    "Gradient rules: GIM's norms, queries, keys and values",
+    "how_to_gradient_rules.md",
+    "Edin et al. 2025",
+    "https://arxiv.org/abs/2505.17630",
+    "gim-explain",
+    "tiny GPT-2, random",
+)
+def gim_rules() -> Sequence[Pair]:
+    """Its rule of the softmax acts on eager attention only, where those of q, k, v do not."""
+    import gim
+
+    from tests.clients.test_gradient_rules import TOKENS
+    from tests.tiny_models import tiny_model
+
+    factors = {"q": 0.25, "k": 0.25, "v": 0.5}
+    scales = {f"{letter}_scale": factor for letter, factor in factors.items()}
+    model = tiny_model("gpt2", attn_implementation="sdpa")
+    theirs = gim.explain(
+        model, TOKENS, baseline_token_id=5, freeze_norm=True, softmax_temperature=1.0, **scales
+    )
+    own = token_attribution(
+        TransformerBridge(model),
+        TOKENS,
+        lambda logits: logits[0, -1].max(),
+        Rules(norms="held", **factors),
+        baseline=5,
+    )
+    return [(own[0], theirs)]
+
+
+@method(
+    "Gradient rules: AttnLRP, all of them",
+    "how_to_gradient_rules.md",
+    "Achtibat et al. 2024",
+    "https://arxiv.org/abs/2402.05602",
+    "lxt",
+    "tiny Llama, random",
+)
+def attnlrp_rules() -> Sequence[Pair]:
+    from tests.clients.test_gradient_rules import TOKENS, by_lxt
+    from tests.tiny_models import tiny_model
+
+    model = tiny_model("llama").double()
+    metric = lambda logits: logits[0, -1, 3]
+    own = token_attribution(TransformerBridge(model), TOKENS, metric, "attnlrp")
+    x = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    target = metric(by_lxt(model, x))
+    (relevance,) = torch.autograd.grad(target, x, target.detach())
+    return [(own, relevance.sum(-1))]
 
 
 SAES = {

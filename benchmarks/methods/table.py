@@ -13,7 +13,15 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 BY_HAND = "formula, by hand in float64"
 #: Code that is an installed package, whose version the table names.
-PACKAGES = ("auto-circuit", "pyvene", "sae-lens", "scikit-learn", "tuned-lens")
+PACKAGES = (
+    "auto-circuit",
+    "gim-explain",
+    "lxt",
+    "pyvene",
+    "sae-lens",
+    "scikit-learn",
+    "tuned-lens",
+)
 
 
 @dataclass(frozen=True)
