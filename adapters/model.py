@@ -321,7 +321,11 @@ def _not_inferred(core: nn.Module, why: Exception) -> str:
     """Return the error message for a model whose declaration could not be inferred."""
     if isinstance(core, PlainModel):  # no adapter is close to a plain torch module
         name = type(core.module).__name__
-        return f"{why}: so what plays which part in {name} could not be inferred"
+        return (
+            f"{why}: so what plays which part in {name} could not be inferred. A single block, too,"
+            " belongs into an nn.ModuleList, and weights into nn.Linear and nn.Embedding: see"
+            ' docs/adapters.md, "What the model must look like"'
+        )
     message = f"{why}: so what plays which part in {type(core).__name__} could not be inferred"
     try:
         declaration_for(core)

@@ -499,8 +499,10 @@ class Operation(TouchesPart):
         elif not isinstance(value, float):
             optional = getattr(type(self), name, 0.0) is None  # its default
             if value is not None or not optional:
+                kept = " (give its .vector)" if hasattr(value, "vector") else ""
+                shown = f"a {type(value).__name__}{kept}" if kept else repr(value)
                 raise TypeError(
-                    f"{name} is {value!r}; it must be a tensor, a number, or the name of an input"
+                    f"{name} is {shown}; it must be a tensor, a number, or the name of an input"
                 )
 
     def __repr__(self) -> str:

@@ -130,25 +130,28 @@ class Reading:
         return Top(tokens.long(), probabilities)
 
     @refuse_wrong_types
-    def probabilities(self, token: int) -> Float[Tensor, "layer batch pos"]:
+    def probabilities(self, token: int | str) -> Float[Tensor, "layer batch pos"]:
         """Return the probability of one token in each layer.
 
         Args:
-            token: its id.
+            token: its id, or its text, such as ``" Mary"``.
         """
-        self._check(token)
+        number = self._id(token)
         # A view would keep all tokens alive.
-        return self._gather(lambda logits: logits.softmax(-1)[..., token].clone())
+        return self._gather(lambda logits: logits.softmax(-1)[..., number].clone())
 
     @refuse_wrong_types
-    def ranks(self, token: int) -> Int[Tensor, "layer batch pos"]:
-        """Return the number of tokens that are more likely than this one in each layer.
+    def ranks(self, token: int | str) -> Int[Tensor, "layer batch pos"]:
+        """Return the number of tokens that are more likely than this one in each layer: 0 where it
+        is the likeliest.
 
         Args:
-            token: its id.
+            token: its id, or its text.
         """
-        self._check(token)
-        return self._gather(lambda logits: (logits > logits[..., token : token + 1]).sum(-1)).long()
+        number = self._id(token)
+        return self._gather(
+            lambda logits: (logits > logits[..., number : number + 1]).sum(-1)
+        ).long()
 
     def divergence(self) -> Float[Tensor, "layer batch pos"]:
         """Return the KL divergence of each layer's distribution from the last one's, in nats."""
@@ -231,9 +234,21 @@ class Reading:
             )
         return one, [self.bridge.to_single_str_token(token) for token in ids[0].tolist()]
 
-    def _check(self, token: int) -> None:
-        if not 0 <= token < self.d_vocab:
+    def _id(self, token: int | str) -> int:
+        """Return a token's id.
+
+        Raises:
+            ValueError: there is no such token; or a text is given, and the reading has no bridge.
+        """
+        if isinstance(token, int):
+            number = token
+        elif self.bridge is None:
+            raise ValueError(f"a reading without a bridge takes a token's id, not {token!r}")
+        else:
+            number = self.bridge.to_single_token(token)
+        if not 0 <= number < self.d_vocab:
             raise ValueError(f"token is {token}; it must be from 0 to {self.d_vocab - 1}")
+        return number
 
     def _gather(self, look: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute a function of the logits of each layer, some positions at a time."""

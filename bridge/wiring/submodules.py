@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -290,7 +291,10 @@ def _no_module(model: nn.Module, path: str) -> str:
     while parent not in names:
         parent = parent.rpartition(".")[0]
     children = [name for name, _ in names[parent].named_children()]
+    inside = [name for name in names if name.endswith(f".{path}")]
+    near = inside or get_close_matches(path, names, 3)
     return (
         f"the model has no module {path!r}; {parent or type(model).__name__} has"
         f" {', '.join(children) or 'no modules'}"
+        + (f". Did you mean {' or '.join(near[:3])}?" if near else "")
     )

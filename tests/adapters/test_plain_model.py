@@ -122,7 +122,7 @@ class Encodes(nn.Sequential):
             nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)),
             (
                 "in which each runs once: so what plays which part in Sequential could"
-                " not be inferred$"
+                " not be inferred"
             ),
         ),
         (
