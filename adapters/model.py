@@ -250,11 +250,12 @@ def _replaced_norm(declared: ModelMap, model: nn.Module) -> str:
     place; return "" if all have one.
     """
     for index, path in enumerate(declared.block_paths):
-        block = module_at(model, path)
         for norm in declared.architecture.stack.block_at(index).norms:
-            module = module_at(block, norm.path)
-            if norm.kind.name is not None and norm.kind.stored_epsilon(module) is None:
-                return f"the norm {join(path, norm.path)} has no epsilon"
+            place = join(path, norm.path)
+            if norm.kind.name is None or not has_module(model, module_path(place)):
+                continue  # `verify` says so
+            if norm.kind.stored_epsilon(module_at(model, place)) is None:
+                return f"the norm {place} has no epsilon"
     return ""
 
 

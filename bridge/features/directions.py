@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -343,15 +344,13 @@ def write_into_weights(
     writers = _writers(bridge)
     kept = {name: get().clone() for name, get in writers.items()}
     untie(bridge.core, bridge.architecture)
-    for get in writers.values():
-        matrix = precise(get())
-        get().copy_(matrix - (matrix @ unit.to(matrix)).unsqueeze(-1) * unit.to(matrix))
-    try:
-        _check_removed(bridge, tokens, unit, right, float(before.abs().max()))
-    except ValueError:
+    with ExitStack() as restoring:
         for name, get in writers.items():
-            get().copy_(kept[name])
-        raise
+            restoring.callback(get().copy_, kept[name])
+            matrix = precise(get())
+            get().copy_(matrix - (matrix @ unit.to(matrix)).unsqueeze(-1) * unit.to(matrix))
+        _check_removed(bridge, tokens, unit, right, float(before.abs().max()))
+        restoring.pop_all()
 
 
 def _check_removed(
@@ -371,10 +370,11 @@ def _check_removed(
     """
     streams = [name for name in bridge.hook_dict if name.endswith("hook_resid_post")]
     logits, cache = bridge.run_with_cache(tokens, names_filter=streams)
-    small = 1e3 * torch.finfo(right.dtype).eps
+    eps = torch.finfo(right.dtype).eps
+    small = (1e3 if eps < 1e-5 else 16) * eps
     shares = {}
     for name in streams:
-        along = (precise(cache[name]) @ unit).abs().max()
+        along = (cache[name].double() @ unit.double()).abs().max()
         shares[name] = float(along / cache[name].abs().max())
     worst = max(shares, key=lambda name: shares[name])
     same = torch.allclose(logits, right, rtol=0, atol=small * largest)

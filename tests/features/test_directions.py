@@ -254,3 +254,24 @@ def test_positions_of_chats_that_are_refused(chatty):
         direction(bridge, *sets, POINT, position=[])
     with pytest.raises(TypeError, match=r"positives is .*; direction takes"):
         direction(bridge, sets[0][0], sets[1], POINT)  # one chat
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_direction_out_of_the_weights_in_each_precision(dtype):
+    """It is out of the streams; if something else writes along it, the weights are as they were."""
+    bridge = TransformerBridge(tiny_model("llama").to(dtype))
+    vector = torch.randn(bridge.cfg.d_model, generator=torch.Generator().manual_seed(0)).to(dtype)
+    block = bridge.original_model.model.layers[1]
+    before = {name: x.clone() for name, x in bridge.original_model.state_dict().items()}
+    handle = block.mlp.register_forward_hook(lambda module, args, output: output + vector)
+    with pytest.raises(ValueError, match="something else writes to its stream"):
+        write_into_weights(bridge, vector)
+    handle.remove()
+    for name, x in bridge.original_model.state_dict().items():
+        assert torch.equal(x, before[name])
+    write_into_weights(bridge, vector)
+    _, cache = bridge.run_with_cache(torch.arange(3, 9)[None])
+    unit = vector.double() / vector.double().norm()
+    for layer in range(2):
+        stream = cache["resid_post", layer].double()
+        assert (stream @ unit).abs().max() < 1e-2 * stream.abs().max()

@@ -154,3 +154,17 @@ def test_a_norm_that_was_replaced() -> None:
     bridge = TransformerBridge(model)
     assert bridge.offered().inferred
     torch.testing.assert_close(bridge(TOKENS), model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [lambda x: x * 0.5, lambda x: x * 1.05, lambda x: x * torch.nan])
+def test_small_changes_and_other_precisions(dtype: torch.dtype, change: Any) -> None:
+    bridge = TransformerBridge(tiny_model("llama").to(dtype))
+    norm = bridge.original_model.model.layers[0].input_layernorm
+    handle = norm.register_forward_hook(lambda module, args, output: None)
+    edit = [("blocks.0.ln1.hook_scale", lambda x, hook: x.clone())]
+    bridge.run_with_hooks(TOKENS, fwd_hooks=edit)  # a hook that only looks
+    handle.remove()
+    norm.register_forward_hook(lambda module, args, output: change(output))
+    with pytest.raises(RuntimeError, match="a torch hook changes this output"):
+        bridge.run_with_hooks(TOKENS, fwd_hooks=edit)
