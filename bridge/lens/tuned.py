@@ -102,7 +102,14 @@ class TunedLens(Lens):
         """
         if layer == len(self.translators):
             return stream
-        return stream + self.translators[layer](stream)
+        translator = self.translators[layer]
+        assert isinstance(translator, nn.Linear)
+        # The lens may be in float32 where the model is in half precision.
+        dtype = torch.promote_types(stream.dtype, translator.weight.dtype)
+        bias = None if translator.bias is None else translator.bias.to(dtype)
+        wide = stream.to(dtype)
+        change = nn.functional.linear(wide, translator.weight.to(dtype), bias)
+        return (wide + change).to(stream.dtype)
 
     @classmethod
     def is_at(cls, path: Path) -> bool:

@@ -332,3 +332,20 @@ def test_streams_of_two_types_are_kept_as_they_are():
     right = cache["blocks.1.hook_resid_post"]
     assert right.dtype == streams.dtype == torch.float32
     assert torch.equal(streams[-1], right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_tuned_lens_of_a_model_in_half_precision(dtype):
+    """The lens stays in float32, and reads what its matrices say; it is fitted there, too."""
+    bridge = TransformerBridge(tiny_model("llama").to(dtype))
+    tokens = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    lens = TunedLens.fit(bridge, [tokens], epochs=3, verbose=False)
+    _, cache = bridge.run_with_cache(tokens)
+    stream = cache["resid_pre", 1]
+    translator = lens.translators[1]
+    assert translator.weight.dtype == torch.float32 and translator.weight.abs().max() > 0
+    wide = stream.float()
+    right = (wide + wide @ translator.weight.T + translator.bias).to(dtype)
+    assert torch.equal(lens(stream, 1), right)
+    plain = bridge.lens(tokens).divergence()[0].mean()
+    assert bridge.lens(tokens, lens).divergence()[0].mean() < plain
