@@ -43,7 +43,7 @@ from bridge.run.run import (
 )
 from bridge.run.spans import is_chat
 from bridge.run.tokenization import Texts
-from bridge.wiring.submodules import check_path, name_at, place_of
+from bridge.wiring.submodules import check_path, name_at, place_of, recorded
 
 
 class RunMethods(HookMethods):
@@ -710,10 +710,10 @@ class RunMethods(HookMethods):
             >>> logits = bridge.run_with_hooks("Mary and John", fwd_hooks=without_first)
         """
         check_choice("rest", rest, ("keep", "drop"))
-        path = layer_of(weight, self.hook_dict, self.original_model)
+        path = layer_of(weight, self.hook_dict)
         check_path(path, self.original_model)
         components = components_of(module_at(self.original_model, path), path, V, U, rest)
-        read, written = self.at(path, "input"), self.at(path)
+        read, written = self._at(path, ("input", "output"))
         return self.add_basis(written, name, components, reads=read, error=rest)
 
     def add_transcoders(
@@ -1054,13 +1054,28 @@ class RunMethods(HookMethods):
             torch.Size([1, 4, 344])
         """
         check_choice("border", border, ("output", "input"))
-        name = name_at(path, border, key)
-        if name not in self.hook_dict:
-            place = place_of(self.wiring, path, border, key, axes, inputs)
-            hook = self.makes_points(place.point, 0, self.wiring)
-            self.wiring.insert(hook, place.behind)
-            self._names_changed()
-        return self._hook(name)
+        (hook,) = self._at(path, (border,), key, axes, inputs)
+        return hook
+
+    def _at(
+        self,
+        path: str,
+        borders: Sequence[Border],
+        key: int | str | None = None,
+        axes: str | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> list[HookPoint]:
+        """Return the hook points at several borders of a module, from at most one run."""
+        names = {name_at(path, border, key): border for border in borders}
+        missing = [name for name in names if name not in self.hook_dict]
+        if missing:
+            recording = recorded(self.wiring, path, inputs)
+            for name in missing:
+                place = place_of(self.wiring, recording, path, names[name], key, axes)
+                hook = self.makes_points(place.point, 0, self.wiring)
+                self.wiring.insert(hook, place.behind)
+                self._names_changed()
+        return [self._hook(name) for name in names]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the model, and the bases added to it.

@@ -32,7 +32,6 @@ from adapters.points import (
     Point,
     Site,
     call_number,
-    is_inside,
     module_at,
     module_path,
 )
@@ -79,36 +78,30 @@ def check_path(path: str, model: nn.Module) -> None:
 
 def place_of(
     wiring: Wiring,
+    recording: Recording,
     path: str,
     border: Border,
     key: int | str | None,
     axes: str | None,
-    inputs: Mapping[str, Tensor] | None,
 ) -> Place:
-    """Return a hook point at a module, from one run of the model on sample inputs.
+    """Return a hook point at a module.
 
     Args:
         wiring: the model's hook points.
-        path, border, key, axes, inputs: as for `TransformerBridge.at`.
+        recording: a run of the model, from `recorded`.
+        path, border, key, axes: as for `TransformerBridge.at`.
 
     Raises:
         SubmoduleError: see there.
     """
-    model, site = wiring.model, Site(path, border, key)
-    check_path(path, model)
-    if wiring.sharing is not None:
-        raise SubmoduleError(
-            f"the model is spread over processes, and which part of {path} each of them has is not"
-            " known: only the adapter's hook points are available"
-        )
-    recording = _recorded(model, path, inputs)
-    call = _call_of(recording, module_at(model, path), path)
+    site = Site(path, border, key)
+    call = _call_of(recording, module_at(wiring.model, path), path)
     x = _tensor_of(call, site)
     behind = _last_before(wiring, recording, call, border)
     if behind is None:
         depth, stack = -1, ""
     else:
-        depth, stack = _block_of(wiring, path, behind)
+        depth, stack = _block_of(wiring, recording, call, behind)
     streams = _streams(wiring, recording)
     rows = _rows_of(x, streams) if axes is None else None
     axes = axes or _axes_of(x, streams)
@@ -135,8 +128,24 @@ def place_of(
     return Place(point, behind)
 
 
-def _recorded(model: nn.Module, path: str, inputs: Mapping[str, Tensor] | None) -> Recording:
-    """Run the model on sample inputs, and return the calls of its modules."""
+def recorded(wiring: Wiring, path: str, inputs: Mapping[str, Tensor] | None) -> Recording:
+    """Run the model on sample inputs, and return the calls of its modules.
+
+    Args:
+        wiring: the model's hook points.
+        path, inputs: as for `TransformerBridge.at`.
+
+    Raises:
+        SubmoduleError: there is no such module, the model is spread over processes, or it cannot
+            run.
+    """
+    model = wiring.model
+    check_path(path, model)
+    if wiring.sharing is not None:
+        raise SubmoduleError(
+            f"the model is spread over processes, and which part of {path} each of them has is not"
+            " known: only the adapter's hook points are available"
+        )
     try:
         arguments = sample_inputs(model, inputs)
     except CannotBeMade as error:
@@ -171,6 +180,13 @@ def _call_of(recording: Recording, module: nn.Module, path: str) -> ModuleCall:
         often = f"runs only {len(calls)} times" if calls else "does not run"
         raise SubmoduleError(f"{path} {often} when the model runs on three rows of eleven tokens")
     return calls[number]
+
+
+def _call_at(wiring: Wiring, recording: Recording, site: Site) -> ModuleCall | None:
+    """Return the call of the module at a site that the site's path means; None if there is none."""
+    calls = _calls(recording, wiring.finder(site.path).module)
+    number = call_number(site.path) or 0
+    return calls[number] if number < len(calls) else None
 
 
 def _calls(recording: Recording, module: nn.Module) -> list[ModuleCall]:
@@ -214,19 +230,21 @@ def _last_before(
     before: list[HookPoint] = []
     for hook in wiring.points.values():
         site = hook.point.site
-        if site.kind in _ENDINGS and call_number(site.path) is None:
-            calls = _calls(recording, wiring.finder(site.path).module)
-            times = [other.start if site.kind == "input" else other.end for other in calls]
-            if times and times[0] <= time:
-                before.append(hook)
+        other = _call_at(wiring, recording, site) if site.kind in _ENDINGS else None
+        if other and (other.start if site.kind == "input" else other.end) <= time:
+            before.append(hook)
     return max(before, key=lambda hook: hook.order, default=None)
 
 
-def _block_of(wiring: Wiring, path: str, behind: HookPoint) -> tuple[int, str]:
-    """Return the depth and the stack of a module, inside a block or outside of all."""
+def _block_of(
+    wiring: Wiring, recording: Recording, call: ModuleCall, behind: HookPoint
+) -> tuple[int, str]:
+    """Return the depth and the stack of a call, inside a block's or outside of all."""
     for name, hook in wiring.points.items():
-        if name.endswith("hook_resid_pre") and is_inside(path, hook.point.site.path):
-            return hook.point.depth, hook.point.stack
+        if name.endswith("hook_resid_pre"):
+            block = _call_at(wiring, recording, hook.point.site)
+            if block and block.start <= call.start and call.end <= block.end:
+                return hook.point.depth, hook.point.stack
     return behind.point.depth + bool(behind.point.stack), ""
 
 
@@ -235,10 +253,9 @@ def _streams(wiring: Wiring, recording: Recording) -> dict[HookPoint, torch.Size
     streams = {}
     for name, hook in wiring.points.items():
         if name.endswith(".0.hook_resid_pre") and hook.view.identity:
-            for call in _calls(recording, wiring.finder(hook.point.site.path).module)[:1]:
-                x = _tensor_of(call, hook.point.site)
-                if x.ndim == 3:
-                    streams[hook] = x.shape
+            call = _call_at(wiring, recording, hook.point.site)
+            if call and (x := _tensor_of(call, hook.point.site)).ndim == 3:
+                streams[hook] = x.shape
     return streams
 
 

@@ -206,3 +206,27 @@ def test_half_precision_and_a_mask_of_ones():
     point = bridge.add_components(DOWN, V, U)
     ones = bridge.run_with_hooks(TOKENS, fwd_hooks=masking(point, torch.ones(())))
     assert torch.equal(ones, bridge(TOKENS))
+
+
+@torch.no_grad()
+def test_a_layer_that_runs_several_times():
+    """In ALBERT the components are those of one call."""
+    model = tiny_model("albert", "masked")
+    bridge = TransformerBridge(model)
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"
+    layer = model.get_submodule(path)
+    V, U = factors(layer)
+    with pytest.raises(ValueError, match="runs 2 times in a run"):
+        bridge.add_components(path, V, U)
+    point = bridge.add_components(f"{path}@1", V, U)
+    edited = bridge.run_with_hooks(TOKENS, fwd_hooks=masking(point, MASK))
+    calls = []
+
+    def second_alone(module, args, output):
+        calls.append(args)
+        return output + (args[0] @ V * (MASK - 1)) @ U if len(calls) == 2 else None
+
+    handle = layer.register_forward_hook(second_alone)
+    torch.testing.assert_close(edited, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    handle.remove()
+    assert (edited - bridge(TOKENS)).abs().max() > 1e-3

@@ -299,3 +299,26 @@ def test_a_lora_that_is_not_computed_apart_has_no_coordinates() -> None:
         message = "runs 2 times" if how == "dora" else "does not run"
         with pytest.raises(ValueError, match=message):
             TransformerBridge(model).at(path)
+
+
+def test_a_block_that_runs_several_times_has_each_call_in_its_place() -> None:
+    """ALBERT's blocks are one module: a call is behind what runs before it, in its own block."""
+    bridge = TransformerBridge(tiny_model("albert", "masked"))
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"
+    for layer in (1, 0):
+        written, read = bridge.at(f"{path}@{layer}"), bridge.at(f"{path}@{layer}", "input")
+        names = [bridge.hook_dict[f"blocks.{layer}.{x}"] for x in ("ln1.hook_out", "mlp.hook_post")]
+        orders = [hook.order for hook in (names[0], read, written, names[1])]
+        assert orders == sorted(orders)
+        assert read.point.depth == written.point.depth == layer
+
+
+def test_both_sides_of_a_layer_take_one_run() -> None:
+    model = tiny_model("llama")
+    bridge = TransformerBridge(model)
+    runs: list[object] = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(args))
+    bridge.add_components("blocks.0.mlp.W_out", torch.zeros(48, 3), torch.zeros(3, 32))
+    assert len(runs) == 1
+    bridge.add_components("blocks.0.mlp.W_out", torch.zeros(48, 3), torch.zeros(3, 32), "others")
+    assert len(runs) == 1
