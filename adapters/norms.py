@@ -207,8 +207,16 @@ class NormKind:
         return torch.stack(parameters)[:, None]
 
     def epsilon(self, module: nn.Module) -> float:
-        """Return the epsilon of a norm of this kind."""
-        return eps_of(self.normalizer(module)) if self.eps is None else self.eps
+        """Return the epsilon of a norm of this kind.
+
+        Raises:
+            AttributeError: its module has none.
+        """
+        eps = self.stored_epsilon(module)
+        if eps is None:
+            name = type(self.normalizer(module)).__name__
+            raise AttributeError(f"{name} has none of eps, variance_epsilon, epsilon")
+        return eps
 
     def stored_epsilon(self, module: nn.Module) -> float | None:
         """Return the epsilon of a norm of this kind; None if its module has none, such as one that
@@ -262,18 +270,6 @@ def stored_eps(module: nn.Module) -> float | None:
         dtype = torch.float32 if module.weight is None else module.weight.dtype
         return torch.finfo(dtype).eps
     return None
-
-
-def eps_of(module: nn.Module) -> float:
-    """Return the norm's epsilon.
-
-    Raises:
-        AttributeError: it has none.
-    """
-    eps = stored_eps(module)
-    if eps is None:
-        raise AttributeError(f"{type(module).__name__} has none of eps, variance_epsilon, epsilon")
-    return eps
 
 
 def at_least_float32(x: Tensor) -> Tensor:

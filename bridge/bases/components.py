@@ -81,13 +81,12 @@ _AT = {
 }
 
 
-def layer_of(weight: str, hooks: Mapping[str, HookPoint], model: nn.Module) -> str:
+def layer_of(weight: str, hooks: Mapping[str, HookPoint]) -> str:
     """Return the path of the linear layer that has a weight.
 
     Args:
         weight: a module's path, or a weight's name such as ``"blocks.1.mlp.W_out"``.
         hooks: the model's hook points, by name.
-        model: the model.
 
     Raises:
         ValueError: there is none, or the weight is a part of a fused one.

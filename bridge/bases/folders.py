@@ -167,13 +167,14 @@ def _numbered(folder: Path, files: Iterable[Path]) -> list[Path]:
     """Return one file for each layer, in their order.
 
     Raises:
-        ValueError: a layer has none, or several.
+        ValueError: a layer has none, or several; or a file has no number.
     """
     by_layer: dict[int, list[Path]] = {}
     for file in files:
-        inside = str(file.relative_to(folder))
-        (number,) = re.findall(r"(?:layer|W_enc)_(\d+)", inside)
-        by_layer.setdefault(int(number), []).append(file)
+        number = re.search(r"(?:layer|W_enc)_(\d+)", str(file.relative_to(folder)))
+        if number is None:
+            raise ValueError(f"{file} does not say the number of its layer, as layer_0 does")
+        by_layer.setdefault(int(number[1]), []).append(file)
     for layer in range(max(by_layer, default=-1) + 1):
         own = sorted(str(file.relative_to(folder)) for file in by_layer.get(layer, []))
         if len(own) != 1:

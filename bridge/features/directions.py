@@ -342,11 +342,10 @@ def write_into_weights(
         before = bridge(tokens)
     right = bridge.run_with_hooks(tokens, fwd_hooks=hooks)
     writers = _writers(bridge)
-    kept = {name: get().clone() for name, get in writers.items()}
     untie(bridge.core, bridge.architecture)
     with ExitStack() as restoring:
-        for name, get in writers.items():
-            restoring.callback(get().copy_, kept[name])
+        for get in writers.values():
+            restoring.callback(get().copy_, get().clone())
             matrix = precise(get())
             get().copy_(matrix - (matrix @ unit.to(matrix)).unsqueeze(-1) * unit.to(matrix))
         _check_removed(bridge, tokens, unit, right, float(before.abs().max()))

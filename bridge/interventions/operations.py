@@ -499,8 +499,9 @@ class Operation(TouchesPart):
         elif not isinstance(value, float):
             optional = getattr(type(self), name, 0.0) is None  # its default
             if value is not None or not optional:
-                kept = " (give its .vector)" if hasattr(value, "vector") else ""
-                shown = f"a {type(value).__name__}{kept}" if kept else repr(value)
+                shown = repr(value)
+                if hasattr(value, "vector"):
+                    shown = f"a {type(value).__name__} (give its .vector)"
                 raise TypeError(
                     f"{name} is {shown}; it must be a tensor, a number, or the name of an input"
                 )

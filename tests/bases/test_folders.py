@@ -244,6 +244,10 @@ def a_gap(folder: Path) -> None:
     (folder / "layer_0.safetensors").rename(folder / "layer_2.safetensors")
 
 
+def no_number(folder: Path) -> None:
+    (folder / "layer_0.safetensors").rename(folder / "layer_first.safetensors")
+
+
 def another_width(folder: Path) -> None:
     save(
         folder / "layer_1.safetensors",
@@ -270,6 +274,7 @@ def another_point(folder: Path) -> None:
         (other_tensors, "has the tensors W_enc, log_k; a transcoder has"),
         (one_too_many, "transcoders of 3 layers, and the model 2"),
         (a_gap, "needs one file of layer 0, and has none"),
+        (no_number, "layer_first.safetensors does not say the number of its layer"),
         (another_width, "layer 1 .* 8 numbers"),
         (another_point, "hook_nonsense"),
     ],
