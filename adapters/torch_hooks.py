@@ -40,8 +40,10 @@ def refuse_other_hooks(x: Tensor, module: nn.Module, entered: Tensor, call: Call
     Raises:
         RuntimeError: a hook changed it.
     """
+    if is_compiling() or not is_readable(x):
+        return
     done = f"compared {id(module)}"
-    if done in call.scratch or is_compiling() or not is_readable(x):
+    if done in call.scratch:
         return
     call.scratch[done] = True
     before = () if module is call.module else call.module._forward_pre_hooks.values()
